@@ -1,0 +1,104 @@
+"""The seam between the learner and whatever generates: `RolloutEngine`, its factory, and the refresh contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from lqrl.quant.scheme import QuantScheme
+from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class RefreshError(RuntimeError):
+    """A refresh did not complete; the engine refuses to generate until one does."""
+
+
+class StaleEngineError(RuntimeError):
+    """The engine holds weights of another policy version than the caller expects."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine must know to be built; weights come with the first refresh.
+
+    Attributes:
+        config: architecture, as transformers describes it.
+        scheme: the low-bit format; the learner reads the same object.
+        dtype: compute dtype and export dtype of everything that is not quantized.
+        device: where the engine lives.
+        max_model_len: longest prompt plus completion.
+        eos_token_ids: end a completion.
+    """
+
+    config: PretrainedConfig
+    scheme: QuantScheme
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class RolloutEngine(ABC):
+    """Generates completions with its own copy of the weights.
+
+    Attributes:
+        policy_version: version of the weights that serve; -1 before the first refresh and after a failed one.
+    """
+
+    policy_version: int = -1
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
+        """Draw ``params.n`` completions for each prompt, in the order of ``prompts``.
+
+        The draw of a sample depends on ``seed``, the prompt's id and the sample's index, and on nothing else that
+        the caller chooses (order, company, world size).
+
+        Raises:
+            StaleEngineError: when no refresh has succeeded yet, or the last one failed.
+            ValueError: when a prompt is empty or too long for ``max_model_len``.
+        """
+
+    @abstractmethod
+    def update_weights(self, weights: NamedTensors, *, policy_version: int) -> RefreshReport:
+        """Load a complete set of exported weights as one transaction.
+
+        Every tensor of the engine is written exactly once, counted by element; storage does not move; cached
+        prefixes are dropped; the version is stamped last.
+
+        Raises:
+            RefreshError: on a missing, unknown, doubled, misshapen, mistyped or non-finite tensor, or when the
+                stream raises. The engine then refuses to generate.
+        """
+
+    def wake(self) -> None:
+        """Take back the memory that `sleep` gave up."""
+
+    def sleep(self) -> None:
+        """Give up memory that generation needs and training does not."""
+
+
+class EngineFactory(Protocol):
+    """Builds an engine; a frozen dataclass whose fields are the engine's options."""
+
+    def __call__(self, spec: EngineSpec) -> RolloutEngine:
+        """Build an engine for ``spec``."""
+        ...
+
+
+class WeightStage(Protocol):
+    """Changes the exported weights on their way to the engine (noise, scaling); the learner keeps its own."""
+
+    def __call__(self, weights: NamedTensors, *, policy_version: int) -> NamedTensors:
+        """Yield the same names in the same order."""
+        ...
