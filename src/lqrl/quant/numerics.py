@@ -1,0 +1,81 @@
+"""Quantizers as pure functions: tensors in, codes and scales out, fp32 inside.
+
+All of them are symmetric and go row by row along the last dimension, so a row's result depends on nothing else. The
+rule is that of vLLM's int8 per-token kernel: ``scale = amax / 127`` as a true division, and codes from the reciprocal
+``127 / amax``, not from ``x / scale`` (0.03 % of the codes differ between the two). Rounding is half to even.
+
+Defined results at the edges:
+
+* a zero row has codes 0; its scale is 0 for a token, and positive for a weight (``amax`` is floored at 1e-30), since
+  a stored scale of 0 is what a lost tensor looks like;
+* a row with one huge value keeps that value at +-127, and what is below half a step becomes 0;
+* a row with NaN or inf has codes 0 and scale NaN, so it dequantizes to NaN and cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127.0
+WEIGHT_AMAX_FLOOR = 1e-30
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def _quantize_int8_rows(x: Tensor, amax_floor: float) -> tuple[Tensor, Tensor]:
+    x = x.float()
+    amax = x.abs().amax(dim=-1, keepdim=True).clamp_min(amax_floor)
+    # Tensors on both sides: torch turns `127 / x`, and on CUDA `x / 127`, into products with a rounded reciprocal.
+    qmax = torch.full_like(amax, INT8_MAX)
+    finite = amax.isfinite()
+    # |x| * (127 / amax) rounds to at most 127; the cap keeps 0 * inf out of zero rows.
+    codes = (x * torch.div(qmax, amax).clamp_max_(_FP32_MAX)).round_()
+    codes = torch.where(finite, codes, 0.0).to(torch.int8)
+    return codes, torch.where(finite, torch.div(amax, qmax), torch.nan)
+
+
+def quantize_int8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a linear weight with one scale an output channel.
+
+    compressed-tensors' default observer uses ``amax / 127.5`` and codes in [-128, 127] from ``w / scale``; this uses
+    the activations' rule, which keeps the codes symmetric and makes requantization exact. Both checkpoints mean
+    ``codes * scale``, which is all an engine reads.
+
+    Args:
+        weight: ``[N, K]`` floating point, already rounded to the export dtype.
+
+    Returns:
+        Codes ``[N, K]`` int8 in [-127, 127], and scales ``[N, 1]`` fp32.
+
+    Raises:
+        ValueError: when ``weight`` is not a matrix.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"a linear weight has shape [out, in], got {tuple(weight.shape)}")
+    return _quantize_int8_rows(weight, WEIGHT_AMAX_FLOOR)
+
+
+def quantize_int8_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize activations with one scale a token.
+
+    Args:
+        x: ``[..., K]`` floating point.
+
+    Returns:
+        Codes ``[..., K]`` int8 in [-127, 127], and scales ``[..., 1]`` fp32.
+    """
+    return _quantize_int8_rows(x, 0.0)
+
+
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``codes * scale`` in fp32, rounded once to ``dtype``; shapes broadcast."""
+    return (codes.float() * scale).to(dtype)
+
+
+def fake_quantize_int8(x: Tensor) -> Tensor:
+    """``x`` rounded to its int8 row grid: same shape and dtype.
+
+    It serves for error measurements. Products of fake-quantized operands are not the integer GEMM: they differ by as
+    much as the format's own error, so the learner's forward does not use this.
+    """
+    return dequantize(*quantize_int8_token(x), dtype=x.dtype)
