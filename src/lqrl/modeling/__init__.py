@@ -1,0 +1,1 @@
+"""The packed forward pass that learner and engine share."""

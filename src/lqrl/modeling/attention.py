@@ -1,0 +1,180 @@
+"""The attention that learner and engine share: pure functions, and the context that says where sequences begin.
+
+Models run without padding: all tokens of a batch lie in one row ``[1, N]``. A context, handed to the model as the
+keyword ``attention_context``, knows which of them form a sequence. transformers passes it on to `lqrl_attention`, which
+is registered under the name ``"lqrl"``; no mask is registered under that name, so transformers builds none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_NAME = "lqrl"
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None = None) -> Tensor:
+    """Causal self-attention of sequences that start at position 0.
+
+    Args:
+        q: ``[B, H, T, D]``.
+        k, v: ``[B, Hkv, T, D]``; ``H`` is a multiple of ``Hkv`` (grouped queries).
+        scaling: factor of the scores.
+        sliding_window: a query sees this many keys, itself included; ``None`` for all.
+
+    Returns:
+        ``[B, H, T, D]``. Right padding does not change the rows before it.
+    """
+    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    if sliding_window is None or length <= sliding_window:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    at = torch.arange(length, device=q.device)
+    distance = at[:, None] - at[None, :]
+    mask = (distance >= 0) & (distance < sliding_window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Attention of one new token a sequence over its cached keys.
+
+    The queries that share a key head are rows of one small product, so keys are never repeated.
+
+    Args:
+        q: ``[R, H, D]``.
+        k, v: ``[R, Hkv, L, D]``, usually a view of the cache.
+        bias: ``[R, 1, 1, L]`` in the dtype of ``q``; 0 where the key is live, ``-inf`` elsewhere.
+        scaling: factor of the scores.
+
+    Returns:
+        ``[R, H, D]``.
+    """
+    rows, heads, width = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
+    mask = bias.expand(rows, kv_heads, heads // kv_heads, k.shape[2])
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(rows, heads, width)
+
+
+def live_bias(positions: Tensor, length: int, dtype: torch.dtype, sliding_window: int | None = None) -> Tensor:
+    """The ``bias`` of `decode_attention`: keys ``0..position`` are live, within the window if there is one.
+
+    Args:
+        positions: ``[R]`` int64, position of each sequence's new token.
+        length: keys that are looked at, more than any position.
+        dtype: dtype of the queries.
+        sliding_window: as in `causal_attention`.
+
+    Returns:
+        ``[R, 1, 1, length]``.
+    """
+    at = torch.arange(length, device=positions.device)
+    dead = at > positions[:, None]
+    if sliding_window is not None:
+        dead |= at <= positions[:, None] - sliding_window
+    bias = torch.zeros(dead.shape, dtype=dtype, device=positions.device).masked_fill_(dead, float("-inf"))
+    return bias[:, None, None, :]
+
+
+class AttentionContext(ABC):
+    """What one forward pass knows about its sequences."""
+
+    @abstractmethod
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Attention of layer ``layer_idx``: ``q`` is ``[1, H, N, D]``, ``k`` and ``v`` ``[1, Hkv, N, D]``.
+
+        Returns:
+            ``[1, N, H, D]``.
+        """
+
+
+class PackedContext(AttentionContext):
+    """Whole sequences, one after the other, each attending to itself; differentiable.
+
+    Args:
+        lengths: tokens of each sequence, in order; their sum is ``N``.
+        device: where the tokens are.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = [n for n in lengths if n > 0]
+        if not self.lengths:
+            raise ValueError("PackedContext needs at least one token; drop empty sequences before packing")
+        self.longest = max(self.lengths)
+        self.tokens = sum(self.lengths)
+        self._index: Tensor | None = None
+        if min(self.lengths) != self.longest:
+            counts = torch.tensor(self.lengths)
+            starts = torch.arange(len(self.lengths)) * self.longest - (counts.cumsum(0) - counts)
+            index = torch.arange(self.tokens) + starts.repeat_interleave(counts)
+            self._index = index.to(device)
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Scatter to ``[B, H, T, D]``, attend, gather back; equal lengths need no scatter."""
+        if q.shape[2] != self.tokens:
+            raise ValueError(f"the model got {q.shape[2]} tokens, its attention_context describes {self.tokens}")
+        out = causal_attention(self._unpack(q), self._unpack(k), self._unpack(v), scaling, sliding_window)
+        rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
+        return (rows if self._index is None else rows.index_select(0, self._index))[None]
+
+    def _unpack(self, x: Tensor) -> Tensor:
+        rows = x[0].transpose(0, 1)  # [N, H, D]
+        if self._index is not None:
+            padded = rows.new_zeros(len(self.lengths) * self.longest, *rows.shape[1:])
+            rows = padded.index_copy(0, self._index, rows)
+        return rows.reshape(len(self.lengths), self.longest, *rows.shape[1:]).transpose(1, 2)
+
+
+def lqrl_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls; its signature is transformers'.
+
+    Raises:
+        RuntimeError: without ``attention_context``.
+        NotImplementedError: for dropout while training, score soft-capping, attention sinks, position biases, masks.
+    """
+    if attention_context is None:
+        raise RuntimeError(
+            "a model loaded by lqrl runs on packed tokens: call modeling.backbone.hidden_states(model, pack(...)); "
+            'for model.generate() load it with transformers and attn_implementation="sdpa"'
+        )
+    if dropout > 0:
+        raise NotImplementedError(f"attention dropout is not supported; set config.attention_dropout={dropout} to 0")
+    if softcap is not None:
+        raise NotImplementedError(f"config.attn_logit_softcapping={softcap} is not supported; use another architecture")
+    if attention_mask is not None:
+        raise NotImplementedError("packed attention takes no attention_mask; pack() has already dropped the padding")
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} passes {name} to its attention, which is not supported")
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    layer_idx: Any = module.layer_idx
+    return attention_context.attend(layer_idx, query, key, value, scaling, sliding_window), None
+
+
+def register_attention() -> str:
+    """Make `lqrl_attention` known to transformers; returns the name for ``attn_implementation``."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, lqrl_attention)
+    return ATTENTION_NAME

@@ -1,0 +1,176 @@
+"""Loading a causal language model and running its decoder on packed tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lqrl.modeling.attention import AttentionContext, PackedContext, register_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Settings that change the logits after the output head, with the values that mean "off".
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_SUPPORTED = "use a decoder whose layers all call the AttentionInterface (Llama, Mistral, Qwen2, Qwen3, Gemma)"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokens without padding.
+
+    Attributes:
+        input_ids: ``[1, N]`` int64.
+        position_ids: ``[1, N]`` int64, from 0 in each sequence.
+        context: where the sequences begin.
+        index: ``[N]`` int64, place of each token in the flattened ``[B * T]`` batch.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    context: AttentionContext
+    index: Tensor
+
+
+def load_model(
+    source: str | Path | PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+) -> PreTrainedModel:
+    """A causal language model whose attention is `lqrl.modeling.attention.lqrl_attention`.
+
+    Args:
+        source: a directory or hub name for trained weights, or a config. With a config and ``seed`` the weights are
+            initialized at random; with a config alone they are left unset, for weights that come later.
+        dtype: dtype of the parameters.
+        device: where the model goes; ``None`` is the CPU.
+        seed: of the random initialization; the global generator is left as it was.
+
+    Raises:
+        NotImplementedError: when the architecture does not send every layer's attention through the interface, or
+            changes its logits after the output head.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name = register_attention()
+    try:
+        if isinstance(source, (str, Path)):
+            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=name)
+        else:
+            config = copy.deepcopy(source)  # transformers writes dtype and attention into the config it is given
+            with torch.random.fork_rng(devices=[]), _weights_unset(seed is None):
+                torch.manual_seed(seed or 0)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
+    except (KeyError, ValueError) as error:
+        if name not in str(error):
+            raise
+        what = source if isinstance(source, (str, Path)) else source.model_type
+        raise NotImplementedError(f"{what}: this architecture has no pluggable attention; {_SUPPORTED}") from error
+    check_architecture(model)
+    # Buffers such as rotary frequencies are computed on the CPU and moved, so that they are the same everywhere.
+    return model if device is None else model.to(device)  # type: ignore[arg-type]
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """Run two tokens through ``model`` and count whose attention came by.
+
+    Raises:
+        NotImplementedError: see `load_model`.
+    """
+    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    settings = config.to_dict()
+    for key in _LOGIT_SETTINGS:
+        if settings.get(key) not in (None, 1, 1.0):
+            raise NotImplementedError(
+                f"{architecture}: config.{key}={settings[key]} is not supported; the head must be a plain product"
+            )
+    head = model.get_output_embeddings()
+    if head is None or head.bias is not None:
+        raise NotImplementedError(f"{architecture}: the output head must be a linear layer without bias")
+    layers, probe, training = config.num_hidden_layers, _Probe(), model.training
+    device = head.weight.device
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    packed = Packed(tokens, torch.arange(2, device=device)[None], probe, torch.arange(2, device=device))
+    model.eval()
+    try:
+        with torch.no_grad():
+            hidden_states(model, packed)
+    finally:
+        model.train(training)
+    if probe.seen != list(range(layers)):
+        raise NotImplementedError(
+            f"{architecture}: {len(probe.seen)} of {layers} layers sent their attention through transformers' "
+            f"AttentionInterface, so packed tokens cannot be kept apart; {_SUPPORTED}"
+        )
+
+
+def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
+    """Drop the padding of a batch.
+
+    Args:
+        input_ids: ``[B, T]`` int64.
+        attention_mask: ``[B, T]`` bool or 0/1, true on one run of tokens a row.
+
+    Returns:
+        The packed tokens; a row without tokens takes no room.
+    """
+    mask = attention_mask.bool()
+    index = mask.flatten().nonzero().squeeze(1)
+    positions = mask.cumsum(1).flatten()[index] - 1
+    context = PackedContext(mask.sum(1).tolist(), input_ids.device)
+    return Packed(input_ids.flatten()[index][None], positions[None], context, index)
+
+
+def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """Last hidden states of the decoder, after its final norm: ``[N, H]``.
+
+    Runs in the precision and mode the caller has set (autocast, gradient checkpointing, training).
+    """
+    output = model.get_decoder()(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        attention_context=packed.context,
+    )
+    return output.last_hidden_state[0]
+
+
+def output_weight(model: PreTrainedModel) -> Tensor:
+    """Weight of the output head ``[V, H]``; the embedding's where they are tied."""
+    return model.get_output_embeddings().weight
+
+
+class _Probe(AttentionContext):
+    """Lists the layers whose attention was called."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._packed = PackedContext([2])
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        self.seen.append(layer_idx)
+        return self._packed.attend(layer_idx, q, k, v, scaling, sliding_window)
+
+
+@contextmanager
+def _weights_unset(active: bool) -> Iterator[None]:
+    """Skip the random initialization of large models whose weights come later."""
+    if not active:
+        yield
+        return
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        yield
