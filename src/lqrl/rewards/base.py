@@ -1,0 +1,157 @@
+"""What a reward is, and the weighted sum that scores the rollouts of an iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lqrl.types import Completion, Prompt
+
+RewardValues = Sequence[float | None]
+
+
+class RewardError(RuntimeError):
+    """A reward raised, or returned something that cannot be a reward."""
+
+
+class RewardFn(Protocol):
+    """Scores the whole group of one prompt, so that rewards which compare completions fit too.
+
+    A class path in YAML names the class. Its ``__call__`` has these parameters; a reward that cannot judge a completion
+    returns ``None`` in its place (not NaN, which is taken for a mistake).
+    """
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardValues:
+        """One number for each completion, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """One reward of a sum.
+
+    Attributes:
+        fn: the reward.
+        name: column name and log key.
+        weight: factor in the sum; 0 scores and logs the term without training on it.
+        is_accuracy: this term is the raw success signal that samplers and dynamic sampling read. Without any such term
+            the first one is.
+
+    Raises:
+        ValueError: when the weight is not finite or the name is empty.
+    """
+
+    fn: RewardFn
+    name: str
+    weight: float = 1.0
+    is_accuracy: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"RewardTerm {self.name!r}: weight must be finite, got {self.weight}")
+        if not self.name:
+            raise ValueError("RewardTerm.name must not be empty; it names the term's column and log key")
+
+
+@dataclass
+class RewardOutput:
+    """Scores of all completions, groups flattened in order, on the host.
+
+    Attributes:
+        rewards: ``[B]`` float32, the weighted sum; NaN where a term of non-zero weight could not be scored.
+        terms: ``[B, K]`` float32, unweighted; NaN where a reward returned ``None``.
+        accuracy: ``[B]`` float32, the accuracy term.
+        names: names of the K columns.
+    """
+
+    rewards: Tensor
+    terms: Tensor
+    accuracy: Tensor
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """Weighted sum of rewards; every term is kept for logging.
+
+    Attributes:
+        terms: at least one, with distinct names.
+
+    Raises:
+        ValueError: when there is no term, a name occurs twice, or several terms claim to be the accuracy.
+    """
+
+    terms: list[RewardTerm]
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("RewardSum needs at least one term")
+        names = [term.name for term in self.terms]
+        if len(set(names)) != len(names):
+            raise ValueError(f"RewardSum: term names must differ, got {names}; set RewardTerm.name")
+        if sum(term.is_accuracy for term in self.terms) > 1:
+            raise ValueError("RewardSum: at most one term can have is_accuracy: true")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the terms, in order."""
+        return tuple(term.name for term in self.terms)
+
+    @property
+    def accuracy_index(self) -> int:
+        """Column of the accuracy term."""
+        return next((k for k, term in enumerate(self.terms) if term.is_accuracy), 0)
+
+    def score(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> RewardOutput:
+        """Score ``groups[i]``, the completions of ``prompts[i]``.
+
+        Raises:
+            RewardError: when a reward raises, returns another number of values than completions, or NaN or infinity.
+            ValueError: when there is not one group for each prompt.
+        """
+        if len(prompts) != len(groups):
+            raise ValueError(f"{len(groups)} groups of completions for {len(prompts)} prompts")
+        columns = [
+            [value for prompt, group in zip(prompts, groups, strict=True) for value in _call(term, prompt, group)]
+            for term in self.terms
+        ]
+        terms = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), -1).T.contiguous()
+        rewards = torch.zeros(terms.shape[0], dtype=torch.float32)
+        for k, term in enumerate(self.terms):
+            if term.weight:  # a term of weight 0 must not spread its NaN
+                rewards = rewards + term.weight * terms[:, k]
+        return RewardOutput(rewards, terms, terms[:, self.accuracy_index].clone(), self.names)
+
+
+def _call(term: RewardTerm, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+    """Values of one term for one group, checked; ``None`` becomes NaN."""
+    where = f"reward {term.name!r} ({type(term.fn).__name__}) on prompt {prompt.id}"
+    try:
+        values = list(term.fn(prompt, completions))
+    except Exception as error:
+        raise RewardError(
+            f"{where} raised {type(error).__name__}: {error}. Fix the reward, or return None for a completion that it "
+            "cannot judge."
+        ) from error
+    if len(values) != len(completions):
+        raise RewardError(
+            f"{where} returned {len(values)} values for {len(completions)} completions; return one for each, in order"
+        )
+    return [math.nan if value is None else _number(value, where, i) for i, value in enumerate(values)]
+
+
+def _number(value: object, where: str, index: int) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} returned {value!r} for completion {index}; return a number or None") from error
+    if not math.isfinite(number):
+        raise RewardError(
+            f"{where} returned {number} for completion {index}; return a finite number, or None if it cannot be judged"
+        )
+    return number
