@@ -1,0 +1,5 @@
+"""The learner."""
+
+from lqrl.learner.module import PolicyModule
+
+__all__ = ["PolicyModule"]

@@ -1,0 +1,69 @@
+"""`EngineRefresh`: keep the rollout engine at the learner's policy version."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+
+from lqrl.engines.base import WeightStage
+from lqrl.learner.module import PolicyModule
+from lqrl.learner.refresh import refresh_engines
+
+
+class EngineRefresh(L.Callback):
+    """Ship the learner's weights to its engines before anything is generated with them.
+
+    Refreshes at the start of sanity checking, training, validation and after each iteration, whenever the versions
+    differ. A state that a strategy restores late (``ModelParallelStrategy`` does, after ``on_fit_start``) is thus seen.
+
+    Logged after each iteration: ``refresh/seconds``, ``refresh/elements_changed_fraction``,
+    ``refresh/codes_changed_fraction``.
+
+    Args:
+        stages: change the exported weights on their way to the rollout engine, such as noise.
+    """
+
+    def __init__(self, stages: Sequence[WeightStage] = ()) -> None:
+        self.stages = list(stages)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """First weights, before the sanity check generates."""
+        self._refresh(pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """First weights of a run without sanity check, or those of a restored checkpoint."""
+        self._refresh(pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation engines, and ``trainer.validate`` on its own."""
+        self._refresh(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The new version, after each iteration."""
+        report = self._refresh(pl_module, full_precision=False)
+        if report is None:
+            return
+        stepped = trainer.callback_metrics.get("train/skipped_steps", 0.0) == 0.0
+        if stepped and report.elements_changed_fraction == 0.0 and report.codes_changed_fraction == 0.0:
+            warnings.warn(
+                f"refresh to version {report.policy_version} changed no element of the engine: the optimizer's steps "
+                "are below the resolution of the exported weights; raise the learning rate, or scale with uaq_scale",
+                stacklevel=1,
+            )
+        pl_module.log_dict(
+            {
+                "refresh/seconds": report.seconds,
+                "refresh/elements_changed_fraction": report.elements_changed_fraction,
+                "refresh/codes_changed_fraction": report.codes_changed_fraction,
+            },
+            batch_size=1,
+        )
+
+    def _refresh(self, module: L.LightningModule, *, full_precision: bool = True) -> Any:
+        assert isinstance(module, PolicyModule)
+        return refresh_engines(module, self.stages, full_precision=full_precision)

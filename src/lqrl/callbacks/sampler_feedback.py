@@ -1,0 +1,42 @@
+"""`SamplerFeedback`: tell the prompt sampler how its prompts went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+
+from lqrl.data import PromptDataModule
+from lqrl.learner.module import PolicyModule
+from lqrl.learner.update import world_size
+
+
+class SamplerFeedback(L.Callback):
+    """Give the outcomes of all ranks to ``sampler.observe`` after each iteration, in the order of prompt ids.
+
+    Every rank gives its sampler the same outcomes in the same order, so that all of them draw the same prompts next.
+    Logs what the sampler reports about itself.
+    """
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Observe the iteration's outcomes, given-up groups included."""
+        assert isinstance(pl_module, PolicyModule)
+        assert pl_module.last_rollouts is not None
+        outcomes = gather_outcomes(pl_module.last_rollouts.outcomes)
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(datamodule, PromptDataModule):
+            raise TypeError(f"SamplerFeedback needs a PromptDataModule, the trainer has {type(datamodule).__name__}")
+        datamodule.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
+        pl_module.log_dict(datamodule.sampler_metrics(), batch_size=1)
+
+
+def gather_outcomes(outcomes: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+    """The outcomes of all ranks, sorted by prompt id."""
+    if world_size() > 1:
+        gathered: list[list[tuple[int, float, int]]] = [[] for _ in range(world_size())]
+        dist.all_gather_object(gathered, outcomes)
+        outcomes = [o for part in gathered for o in part]
+    return sorted(outcomes)

@@ -1,0 +1,102 @@
+"""The same iteration as an explicit Fabric loop, for those who want to own the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lqrl.callbacks.sampler_feedback import gather_outcomes
+from lqrl.data import PromptDataModule
+from lqrl.engines.base import WeightStage
+from lqrl.learner.checkpoint import check_same_model, learner_state
+from lqrl.learner.module import PolicyModule
+from lqrl.learner.refresh import refresh_engines
+from lqrl.learner.update import sum_ratios
+from lqrl.rollouts import rollout_metrics
+
+Log = Callable[[int, dict[str, float]], None]
+
+
+def fit(
+    fabric: L.Fabric,
+    module: PolicyModule,
+    data: PromptDataModule,
+    *,
+    iterations: int,
+    stages: Sequence[WeightStage] = (),
+    log: Log = lambda iteration, metrics: None,
+    checkpoint: str | Path | None = None,
+) -> PolicyModule:
+    """Train for ``iterations`` iterations in all, those of a loaded checkpoint included.
+
+    Args:
+        fabric: launched.
+        module: the learner; only its ``forward`` goes through Fabric's wrapper.
+        data: prompts and sampler.
+        iterations: when to stop.
+        stages: change the weights on their way to the engine.
+        log: called on every rank with the iteration and its metrics.
+        checkpoint: a directory or file; loaded first if it exists, written at the end.
+
+    Returns:
+        The trained module.
+    """
+    module.configure_model()
+    data.setup("fit")
+    module.draw_more = data.refill
+    forward, optimizer = fabric.setup(module, module.optimizer(module.policy.parameters()))
+    module.build_engines(fabric.device)
+    scheduler = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
+    if checkpoint is not None and Path(checkpoint).exists():
+        _load(fabric, Path(checkpoint), module, data, optimizer, scheduler)
+    refresh_engines(module, stages)
+    while module.iteration < iterations:
+        for batch in data.train_dataloader():
+            rollouts = module.collect(batch.prompts)
+            train_batch, credit = module.learn_from(rollouts)
+            learned = module.optimize(train_batch, forward=forward, optimizer=optimizer, backward=fabric.backward)
+            module.finish_iteration(rollouts)
+            if scheduler is not None:
+                scheduler.step()
+            report = refresh_engines(module, stages, full_precision=False)
+            outcomes = gather_outcomes(rollouts.outcomes)
+            data.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
+            metrics = {**sum_ratios([rollout_metrics(rollouts)], fabric.device), **credit, **learned}
+            if report is not None:
+                metrics["refresh/codes_changed_fraction"] = report.codes_changed_fraction
+            log(module.iteration - 1, metrics)
+            if module.iteration >= iterations:
+                break
+    if checkpoint is not None:
+        _save(fabric, Path(checkpoint), module, data, optimizer, scheduler)
+    return module
+
+
+def _state(module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {
+        "state_dict": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "data": data.state_dict(),
+        "lqrl": learner_state(module),
+    }
+
+
+def _save(fabric: L.Fabric, path: Path, module: PolicyModule, data: PromptDataModule, *rest: Any) -> None:
+    fabric.save(path, _state(module, data, *rest))
+
+
+def _load(
+    fabric: L.Fabric, path: Path, module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any
+) -> None:
+    state = fabric.load(path)
+    learner = check_same_model(module, state)
+    module.load_state_dict(state["state_dict"])
+    optimizer.load_state_dict(state["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    data.load_state_dict(state["data"])
+    module.policy_version, module.iteration = learner["policy_version"], learner["iteration"]

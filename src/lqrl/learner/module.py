@@ -1,0 +1,441 @@
+"""`PolicyModule`: the learner. One `training_step` is one iteration of reinforcement learning."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lqrl.algorithms import GRPO, AdvantageFn, ClippedLoss, Correction, KLPenalty, PolicyLoss, TokenTIS
+from lqrl.algorithms.logprobs import chunked_logprobs
+from lqrl.data.budget import RolloutBudget, UniformBudget
+from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
+from lqrl.learner.checkpoint import check_same_model, learner_state
+from lqrl.learner.seeds import derive_seed
+from lqrl.learner.update import (
+    Backward,
+    Forward,
+    NoSync,
+    Objective,
+    accumulate_gradients,
+    score,
+    sum_ratios,
+)
+from lqrl.metrics import PassAtK
+from lqrl.modeling.backbone import hidden_states, load_model, output_weight, pack
+from lqrl.modeling.sources import load_tokenizer, resolve_source
+from lqrl.quant import AlignedLinear, QuantScheme, export_weights, fold_, prepare_
+from lqrl.rewards import RewardSum
+from lqrl.rollouts.collect import DrawMore
+from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, minibatches, rollout_metrics, to_train_batch
+from lqrl.types import ClipRange, Prompt, PromptBatch, Ratio, SamplingParams, TrainBatch
+
+log = logging.getLogger(__name__)
+
+
+class PolicyModule(L.LightningModule):
+    """A causal language model trained with RL on rollouts of a (quantized) engine.
+
+    Subclass it and override one step: `collect`, `learn_from`, `objective`, `optimize`, or `forward`.
+
+    Args:
+        model: directory, hub name, or ``asset:countdown_policy`` (shipped with the package).
+        reward: what is rewarded, term by term.
+        engine: builds the rollout engine.
+        scheme: low-bit format that engine and learner share, by preset name or as a value; ``none`` is full precision.
+        aligned: the learner's forward computes with the engine's low-bit numbers (QaRL); ``false`` keeps it in ``dtype``.
+        dtype: compute and export dtype; ``master_dtype`` is that of the parameters and the optimizer.
+        master_dtype: see ``dtype``.
+        advantage, correction, loss, kl: the algorithm; each a value, each usable with every other.
+        clip_range: clip widths of the policy ratio; `ClipRangeScheduler` may change them.
+        sampling: temperature, length and truncation of the rollouts, read by engine and learner alike.
+        budget: completions of each prompt.
+        refill: DAPO's dynamic sampling, off by default.
+        optimizer, lr_scheduler: as callables of the parameters and of the optimizer; the schedule counts iterations.
+        max_grad_norm: clip gradients to this global norm; ``None`` does not.
+        num_minibatches, num_epochs: optimizer steps an iteration is ``num_minibatches * num_epochs``; 1 * 1 is on-policy
+            and saves the proximal pass.
+        token_budget: most real tokens of one forward and backward pass.
+        uaq_scale: UAQ's invariant scaling (QuRL), folded once after loading; 1 is off, the paper uses 1.5.
+        max_staleness: how many versions the engine may lag.
+        val_samples: completions of each validation prompt.
+        validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
+        seed: of rollouts and shuffles.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward: RewardSum,
+        engine: EngineFactory,
+        scheme: str | QuantScheme = "int8_w8a8",
+        aligned: bool = True,
+        dtype: str = "float32",
+        master_dtype: str = "float32",
+        advantage: AdvantageFn = GRPO(),
+        correction: Correction = TokenTIS(),
+        loss: PolicyLoss = ClippedLoss(),
+        kl: KLPenalty | None = None,
+        clip_range: ClipRange = ClipRange(),
+        sampling: SamplingParams = SamplingParams(),
+        budget: RolloutBudget = UniformBudget(8),
+        refill: Refill | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        max_grad_norm: float | None = 1.0,
+        num_minibatches: int = 1,
+        num_epochs: int = 1,
+        token_budget: int = 16384,
+        uaq_scale: float = 1.0,
+        max_staleness: int = 0,
+        val_samples: int = 8,
+        validate_full_precision: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model_name = model
+        self.reward, self.engine_factory = reward, engine
+        self.scheme, self.aligned = QuantScheme.parse(scheme), aligned
+        self.compute_dtype, self.master_dtype = parse_dtype(dtype), parse_dtype(master_dtype)
+        self.advantage, self.correction, self.loss, self.kl = advantage, correction, loss, kl
+        self.clip_range, self.sampling, self.budget, self.refill = clip_range, sampling, budget, refill
+        self.optimizer, self.lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
+        if num_minibatches < 1 or num_epochs < 1 or token_budget < 1 or val_samples < 1:
+            raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
+        self.num_minibatches, self.num_epochs, self.token_budget = num_minibatches, num_epochs, token_budget
+        self.uaq_scale, self.max_staleness = uaq_scale, max_staleness
+        self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
+        self.seed = seed
+        self.policy_version = 0
+        self.iteration = 0
+        self.last_rollouts: Rollouts | None = None
+        self.policy: nn.Module | None = None
+        self.draw_more: DrawMore | None = None
+        self.engine: RolloutEngine | None = None
+        self.full_engine: RolloutEngine | None = None
+        self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict
+        self._reference: list[Scorer] = []
+        self.pass_at = nn.ModuleDict(
+            {f"{kind}_{k}": PassAtK(k) for kind in ("val", "val_full") for k in sorted({1, val_samples})}
+        )
+
+    # ---------------------------------------------------------------- building
+
+    def configure_model(self) -> None:
+        """Load the policy, fold UAQ, swap the linears; once."""
+        if self.policy is not None:
+            return
+        policy = load_model(resolve_source(self.model_name), dtype=self.master_dtype)
+        self.tokenizer = load_tokenizer(self.model_name)
+        folded = fold_(policy, self.uaq_scale) if self.uaq_scale != 1.0 else 0
+        swapped = prepare_(policy, self.scheme, export_dtype=self.compute_dtype) if self.learner_quantizes else []
+        policy.train()
+        self.policy = policy
+        self._scorer = [Scorer(policy, self.sampling.temperature)]
+        log.info(
+            "policy %s: %s parameters, scheme %s, %d aligned linears, %d linears scaled by UAQ",
+            self.model_name, f"{sum(p.numel() for p in policy.parameters()):,}", self.scheme.name, len(swapped), folded,
+        )  # fmt: skip
+
+    @property
+    def learner_quantizes(self) -> bool:
+        """Whether the learner's own forward computes with low-bit numbers."""
+        return self.aligned and self.scheme.quantizes
+
+    def build_engines(self, device: torch.device) -> None:
+        """Build the rollout engine, the full-precision one if validation asks for it, and the reference policy."""
+        self.configure_model()
+        if self.engine is not None:
+            return
+        self.engine = self.engine_factory(self.engine_spec(device, self.scheme))
+        if self.validate_full_precision:
+            self.full_engine = self.engine_factory(self.engine_spec(device, QuantScheme.preset("none")))
+        if self.kl is not None:
+            reference = load_model(resolve_source(self.model_name), dtype=self.compute_dtype).to(device).eval()
+            self._reference = [Scorer(reference.requires_grad_(False), self.sampling.temperature)]
+
+    def engine_spec(self, device: torch.device, scheme: QuantScheme) -> EngineSpec:
+        """What the engine factory is given."""
+        config = self.policy.config
+        return EngineSpec(
+            config=config,
+            scheme=scheme,
+            dtype=self.compute_dtype,
+            device=device,
+            max_model_len=int(config.max_position_embeddings),
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
+        declared = self.policy.generation_config.eos_token_id
+        ids = [declared] if isinstance(declared, int) else list(declared or [])
+        return tuple(dict.fromkeys([*ids, self.tokenizer.eos_token_id]))
+
+    def setup(self, stage: str) -> None:
+        """Build what needs the device (Lightning hook)."""
+        self.build_engines(self.trainer.strategy.root_device)
+        if self.refill is not None:
+            self.draw_more = self.trainer.datamodule.refill
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The aligned forward.
+
+        Args:
+            input_ids: ``[B, T]``, right-padded.
+            attention_mask: ``[B, T]`` bool.
+
+        Returns:
+            ``[B, T]`` float32 log-probs under the sampling temperature; column 0 and padding hold 0.
+        """
+        if self.compute_dtype == self.master_dtype:
+            return self._scorer[0](input_ids, attention_mask)
+        # Compute with what is exported, not with the masters. Aligned layers round their own weight, once a step.
+        aligned = tuple(f"{n}." for n, m in self.policy.named_modules() if isinstance(m, AlignedLinear))
+        cast = {
+            f"policy.{n}": p.to(self.compute_dtype)
+            for n, p in self.policy.named_parameters()
+            if not n.startswith(aligned)
+        }
+        return torch.func.functional_call(self._scorer[0], cast, (input_ids, attention_mask))
+
+    # ---------------------------------------------------------------- one iteration
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Roll out, credit, learn; see the data-flow table in the docs."""
+        rollouts = self.collect(batch.prompts)
+        train_batch, credit = self.learn_from(rollouts)
+        sync = self.trainer.model.no_sync if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel) else None
+        learned = self.optimize(
+            train_batch,
+            forward=self,
+            optimizer=self.optimizers(),
+            backward=self.manual_backward,
+            no_sync=sync or contextlib.nullcontext,
+        )
+        self.finish_iteration(rollouts)
+        if (scheduler := self.lr_schedulers()) is not None:
+            scheduler.step()
+        metrics = {**sum_ratios([rollout_metrics(rollouts)], self.device), **credit, **learned, **self.speed(rollouts)}
+        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(batch))
+        shown = {"reward": "rollout/reward", "mismatch_kl": "mismatch/k3", "tokens_per_s": "speed/rollout_tokens_per_second"}
+        self.log_dict(
+            {k: metrics[v] for k, v in shown.items() if v in metrics},
+            prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=len(batch),
+        )  # fmt: skip
+
+    def collect(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Generate and score completions of ``prompts`` with an engine that is checked to be fresh."""
+        check_fresh(self.engine, self.policy_version, self.max_staleness)
+        return collect(
+            self.engine,
+            prompts,
+            self.sampling,
+            self.reward,
+            decode=self.decode,
+            budget=self.budget,
+            pad_token_id=self.pad_token_id,
+            seed=derive_seed(self.seed, "rollout", self.iteration),
+            refill=self.refill,
+            draw_more=self.draw_more,
+        )
+
+    def learn_from(self, rollouts: Rollouts) -> tuple[TrainBatch, dict[str, float]]:
+        """Advantages, then the kept rows, scored by the proximal and reference policies where the loss asks for it."""
+        advantages = self.advantage(rollouts.batch)
+        batch = to_train_batch(rollouts.batch, advantages).to(self.device)
+        if not self.on_policy:
+            batch = replace(batch, old_logprobs=score(self, batch, token_budget=self.token_budget))
+        if self.kl is not None:
+            batch = replace(batch, ref_logprobs=score(self._reference[0], batch, token_budget=self.token_budget))
+        return batch, advantages.metrics
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether an iteration is one optimizer step, so that the old policy is the current one."""
+        return self.num_minibatches == 1 and self.num_epochs == 1
+
+    def objective(self) -> Objective:
+        """What `optimize` minimises."""
+        return Objective(self.loss, self.correction, self.kl)
+
+    def optimize(
+        self,
+        batch: TrainBatch,
+        *,
+        forward: Forward,
+        optimizer: Any,
+        backward: Backward,
+        no_sync: NoSync = contextlib.nullcontext,
+    ) -> dict[str, float]:
+        """All optimizer steps of one iteration; the same code under the Trainer and under Fabric.
+
+        Returns:
+            Metrics averaged over tokens, micro-batches, steps and ranks.
+        """
+        collected: list[dict[str, Ratio]] = []
+        norms: list[Tensor] = []
+        skipped = 0
+        for epoch in range(self.num_epochs):
+            seed = derive_seed(self.seed, "minibatch", self.iteration, epoch)
+            for rows in minibatches(len(batch), self.num_minibatches, seed=seed):
+                optimizer.zero_grad(set_to_none=True)
+                metrics = accumulate_gradients(
+                    forward,
+                    batch.rows(rows),
+                    self.objective(),
+                    clip_range=self.clip_range,
+                    token_budget=self.token_budget,
+                    backward=backward,
+                    no_sync=no_sync,
+                    anchor=self._anchor,
+                )
+                collected += metrics
+                norm = self.clip_gradients_() if metrics else None
+                if norm is None or not bool(torch.isfinite(norm)):
+                    skipped += 1
+                    continue
+                norms.append(norm)
+                optimizer.step()
+        if skipped:
+            log.warning("iteration %d: %d optimizer steps skipped (no signal, or gradients not finite)", self.iteration, skipped)
+        grad_norm = float(torch.stack(norms).mean()) if norms else 0.0
+        return {
+            **sum_ratios(collected, self.device),
+            "train/grad_norm": grad_norm,
+            "train/skipped_steps": float(skipped),
+            "train/rows": float(len(batch)),
+            "train/lr": float(optimizer.param_groups[0]["lr"]),
+        }
+
+    def clip_gradients_(self) -> Tensor:
+        """Clip to ``max_grad_norm``; returns the norm before."""
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_([p for p in self.policy.parameters() if p.grad is not None], limit)
+        return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+
+    def finish_iteration(self, rollouts: Rollouts) -> None:
+        """The policy has changed: a new version, a new iteration."""
+        self.last_rollouts = rollouts
+        self.policy_version += 1
+        self.iteration += 1
+
+    # ---------------------------------------------------------------- validation
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """pass@1 and pass@k of the rollout engine, and of full-precision weights if asked for."""
+        check_fresh(self.engine, self.policy_version, self.max_staleness)
+        self._validate(self.engine, batch, "val")
+        if self.full_engine is not None:
+            check_fresh(self.full_engine, self.policy_version, self.max_staleness)
+            self._validate(self.full_engine, batch, "val_full")
+
+    def _validate(self, engine: RolloutEngine, batch: PromptBatch, kind: str) -> None:
+        rollouts = collect(
+            engine, batch.prompts, self.sampling, self.reward,
+            decode=self.decode, budget=UniformBudget(self.val_samples), pad_token_id=self.pad_token_id,
+            seed=derive_seed(self.seed, "validation"),
+        )  # fmt: skip
+        successes = torch.tensor([s for _, s, _ in rollouts.outcomes], device=self.device)
+        trials = torch.tensor([t for _, _, t in rollouts.outcomes], device=self.device)
+        for k in sorted({1, self.val_samples}):
+            metric = self.pass_at[f"{kind}_{k}"]
+            metric.update(successes, trials)
+            self.log(f"{kind}/pass@{k}", metric, prog_bar=kind == "val", batch_size=len(batch))
+
+    # ---------------------------------------------------------------- pieces
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens to text, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills padded columns; they are never computed."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.eos_token_ids[0])
+
+    def exported_weights(self, scheme: QuantScheme | None = None) -> Any:
+        """The named tensors that an engine of ``scheme`` (the module's own by default) loads."""
+        return export_weights(self.policy, scheme or self.scheme, export_dtype=self.compute_dtype)
+
+    def speed(self, rollouts: Rollouts) -> dict[str, float]:
+        """Seconds and tokens per second of generation on this rank."""
+        generate = max(rollouts.seconds["generate"], 1e-9)
+        return {
+            "speed/rollout_tokens_per_second": rollouts.generated_tokens / generate,
+            "speed/generate_seconds": rollouts.seconds["generate"],
+            "speed/reward_seconds": rollouts.seconds["reward"],
+        }
+
+    def _anchor(self) -> Tensor:
+        return sum((p.float().sum() * 0.0 for p in self.policy.parameters()), torch.zeros((), device=self.device))
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over the policy's parameters and the schedule over iterations."""
+        optimizer = self.optimizer(self.policy.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the parameters do not say: version, iteration, format, model."""
+        checkpoint["lqrl"] = learner_state(self)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model or format, then restore version and iteration."""
+        self.configure_model()
+        state = check_same_model(self, checkpoint)
+        self.policy_version, self.iteration = state["policy_version"], state["iteration"]
+
+
+class Scorer(nn.Module):
+    """A policy seen as the log-probs of given tokens."""
+
+    def __init__(self, policy: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.policy, self.temperature = policy, temperature
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
+
+        The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
+        """
+        packed = pack(input_ids, attention_mask)
+        hidden = hidden_states(self.policy, packed)
+        continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
+        source = packed.index[:-1][continues]
+        values = chunked_logprobs(
+            hidden[:-1][continues],
+            output_weight(self.policy),
+            input_ids.flatten()[source + 1],
+            temperature=self.temperature,
+        )
+        return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
+
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """A dtype by its torch name.
+
+    Raises:
+        ValueError: for a name that is not one of float32, bfloat16, float16.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,46 @@
+"""One refresh of a module's engines: export, stage, ship."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lqrl.engines.base import NamedTensors, RolloutEngine, WeightStage
+from lqrl.learner.module import PolicyModule
+from lqrl.quant import QuantScheme
+from lqrl.types import RefreshReport
+
+
+def refresh_engines(
+    module: PolicyModule, stages: Sequence[WeightStage] = (), *, full_precision: bool = True
+) -> RefreshReport | None:
+    """Bring every engine of ``module`` to its policy version; engines that are there already are left alone.
+
+    Args:
+        module: with engines built.
+        stages: change the weights on their way to the rollout engine, in order; the full-precision engine of
+            validation gets them unchanged.
+        full_precision: also refresh the full-precision engine, if there is one.
+
+    Returns:
+        What the rollout engine's refresh did, or ``None`` when it was fresh.
+
+    Raises:
+        RefreshError: from the engine; it then refuses to generate.
+    """
+    version, report = module.policy_version, None
+    if module.engine.policy_version != version:
+        weights: NamedTensors = module.exported_weights()
+        for stage in stages:
+            weights = stage(weights, policy_version=version)
+        report = _ship(module.engine, weights, version)
+    if full_precision and module.full_engine is not None and module.full_engine.policy_version != version:
+        _ship(module.full_engine, module.exported_weights(QuantScheme.preset("none")), version)
+    return report
+
+
+@torch.no_grad()
+def _ship(engine: RolloutEngine, weights: NamedTensors, version: int) -> RefreshReport:
+    engine.wake()
+    return engine.update_weights(weights, policy_version=version)

@@ -1,0 +1,167 @@
+"""The policy update as functions: score a batch, accumulate gradients over micro-batches, sum over ranks.
+
+Nothing here knows Lightning: the Trainer and an explicit Fabric loop pass their own ``forward`` and ``backward``.
+Only ``forward`` goes through a wrapper such as DDP or FSDP2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
+from lqrl.rollouts.batching import microbatches
+from lqrl.types import ClipRange, Ratio, TrainBatch
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+Backward = Callable[[Tensor], None]
+NoSync = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: a policy loss, the correction of the rollout mismatch, and a KL penalty.
+
+    Attributes:
+        loss: the policy loss.
+        correction: weights that account for the engine not being the learner.
+        kl: penalty towards the reference policy, or ``None``.
+    """
+
+    loss: PolicyLoss
+    correction: Correction
+    kl: KLPenalty | None = None
+
+
+def world_size() -> int:
+    """Processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def all_sum(value: Tensor) -> Tensor:
+    """Sum over ranks; the value itself with one process."""
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
+def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict[str, float]:
+    """Add micro-batches' and ranks' sums and counts and divide once; one collective for all the numbers."""
+    total: dict[str, Ratio] = {}
+    for metrics in ratios:
+        for name, ratio in metrics.items():
+            pair = Ratio(ratio.total.detach().double().to(device), ratio.count.detach().double().to(device))
+            total[name] = total[name] + pair if name in total else pair
+    names = sorted(total)
+    if world_size() > 1:  # a rank with nothing to learn has fewer names
+        gathered: list[list[str]] = [[] for _ in range(world_size())]
+        dist.all_gather_object(gathered, names)
+        names = sorted(set().union(*gathered))
+    if not names:
+        return {}
+    zero = Ratio(torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device))
+    sums = all_sum(torch.stack([torch.stack(list(total.get(n, zero))) for n in names]))
+    return {n: float(Ratio(*s).value) for n, s in zip(names, sums, strict=True)}
+
+
+@torch.no_grad()
+def score(forward: Forward, batch: TrainBatch, *, token_budget: int) -> Tensor:
+    """Log-probs ``[B, T]`` of a batch without gradients, in micro-batches; 0 where nothing is trained."""
+    scored = torch.zeros_like(batch.rollout_logprobs)
+    for rows in microbatches(batch.attention_mask.sum(1).cpu(), token_budget):
+        part = trim(batch.rows(rows))
+        scored[rows.to(scored.device), : part.input_ids.shape[1]] = forward(part.input_ids, part.attention_mask)
+    return scored * batch.loss_mask
+
+
+def correct(batch: TrainBatch, objective: Objective) -> tuple[TrainBatch, dict[str, Ratio]]:
+    """Fill in correction weights and ACR's clip scale from ``old_logprobs`` and the engine's log-probs."""
+    assert batch.old_logprobs is not None
+    out = objective.correction(batch.old_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    corrected = replace(
+        batch, loss_mask=batch.loss_mask & out.keep, correction_weights=out.weights, clip_scale=out.clip_scale
+    )
+    return corrected, out.metrics
+
+
+def trim(batch: TrainBatch) -> TrainBatch:
+    """Cut the columns that no row uses."""
+    width = max(1, int(batch.attention_mask.sum(1).max())) if len(batch) else 1
+    cut = {
+        name: value[:, :width]
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and value.dim() == 2
+    }
+    return replace(batch, **cut)
+
+
+def accumulate_gradients(
+    forward: Forward,
+    batch: TrainBatch,
+    objective: Objective,
+    *,
+    clip_range: ClipRange,
+    token_budget: int,
+    backward: Backward,
+    no_sync: NoSync = contextlib.nullcontext,
+    anchor: Callable[[], Tensor],
+) -> list[dict[str, Ratio]]:
+    """Backward passes of one optimizer step; the gradient is that of the whole minibatch over all ranks.
+
+    Args:
+        forward: ``(input_ids, attention_mask) -> logprobs [b, T]`` with gradients.
+        batch: this rank's minibatch; ``old_logprobs`` may be ``None`` when the rollout's policy is the current one:
+            then the old policy is the detached current one, and its forward pass is saved.
+        objective: loss, correction, penalty.
+        clip_range: clip widths of this iteration.
+        token_budget: most real tokens a forward pass.
+        backward: runs the backward pass of a scalar.
+        no_sync: context that keeps gradients local; every micro-batch but the last runs in it.
+        anchor: a zero that depends on every parameter, so that a rank with no rows still joins the reduction.
+
+    Returns:
+        The metrics of each micro-batch. Empty when no rank has anything to learn; then there are no gradients.
+    """
+    reduction = objective.loss.reduction
+    corrected_ahead = batch.old_logprobs is not None
+    metrics: list[dict[str, Ratio]] = []
+    if corrected_ahead:
+        batch, correction_metrics = correct(batch, objective)
+        metrics.append(correction_metrics)
+    # The denominator is that of the whole step, known before the first forward; a token that the correction rejects
+    # on the fly (no proximal pass) stays in it, one rejected ahead has left it.
+    denom = all_sum(reduction.count(batch.loss_mask).float())
+    if float(denom) == 0.0:
+        return []
+    denom = denom / world_size()  # DDP and FSDP average over ranks
+    parts = microbatches(batch.attention_mask.sum(1).cpu(), token_budget)
+    if not parts:
+        backward(anchor())
+        return metrics
+    for i, rows in enumerate(parts):
+        part = trim(batch.rows(rows))
+        with no_sync() if i + 1 < len(parts) else contextlib.nullcontext():
+            logprobs = forward(part.input_ids, part.attention_mask)
+            if not corrected_ahead:
+                part, correction_metrics = correct(replace(part, old_logprobs=logprobs.detach()), objective)
+                metrics.append(correction_metrics)
+            out = objective.loss(logprobs, part, denom=denom, clip_range=clip_range)
+            loss = out.loss
+            metrics.append(out.metrics)
+            if objective.kl is not None:
+                assert part.ref_logprobs is not None
+                penalty = objective.kl(
+                    logprobs, part.ref_logprobs, part.loss_mask, denom=denom, reduction=reduction
+                )
+                loss = loss + penalty.loss
+                metrics.append(penalty.metrics)
+            backward(loss)
+    return metrics
+
+

@@ -1,0 +1,51 @@
+"""Names of models: directories, hub names, and what ships with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lqrl import assets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSET_PREFIX = "asset:"
+
+
+def resolve_source(name: str) -> str:
+    """What transformers' ``from_pretrained`` takes for ``name``.
+
+    Args:
+        name: ``asset:<name>`` for a model shipped with lqrl, a directory, or a hub name.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist, or is not a model directory.
+    """
+    if name.startswith(ASSET_PREFIX):
+        return str(assets.path(name.removeprefix(ASSET_PREFIX)))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} holds no config.json; name a directory that save_pretrained has written")
+        return str(path)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(
+            f"model {name!r} is neither a directory nor a hub name (owner/name); use {ASSET_PREFIX}countdown_policy for the "
+            "policy that ships with lqrl"
+        )
+    return name
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; see `resolve_source`.
+
+    Raises:
+        ValueError: when it has no EOS token, so that no completion could end.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_source(name))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
+    return tokenizer

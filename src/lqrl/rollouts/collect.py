@@ -1,0 +1,221 @@
+"""One round of rollouts: generate, decode, score, and (DAPO) refill the groups that teach nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lqrl.engines.base import RolloutEngine, StaleEngineError
+from lqrl.rewards.base import RewardSum
+from lqrl.rollouts.batching import pad_rollouts
+from lqrl.types import Completion, Prompt, RolloutBatch, SamplingParams
+
+Decode = Callable[[Sequence[int]], str]
+DrawMore = Callable[[int], "list[Prompt] | None"]
+
+
+class RolloutBudgetFn(Protocol):
+    """Completions of each prompt; see ``data.budget``."""
+
+    def __call__(self, prompt_ids: Sequence[int], beliefs: Sequence[float] | None) -> list[int]:
+        """One count a prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class Refill:
+    """DAPO's dynamic sampling (arXiv 2503.14476): replace groups whose rewards are all equal by fresh prompts.
+
+    A group is judged by the raw accuracy, not the shaped reward: a length bonus breaks ties without teaching anything.
+
+    Attributes:
+        max_rounds: most generation rounds of an iteration, the first included; a hard cap.
+        on_exhausted: what to do when the cap is reached with groups still missing.
+
+    Differs from the paper: only the missing prompts are drawn (the paper draws three batches at once and truncates).
+    """
+
+    max_rounds: int = 4
+    on_exhausted: Literal["raise", "train_partial"] = "train_partial"
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1:
+            raise ValueError(f"Refill.max_rounds must be at least 1, got {self.max_rounds}")
+
+
+@dataclass
+class Rollouts:
+    """What `collect` returns.
+
+    Attributes:
+        batch: the groups that are trained on, padded.
+        prompts, groups: the same on the host, with texts.
+        outcomes: ``(prompt id, successes, trials)`` of every generated group, those given up by refill included.
+        rounds: generation rounds.
+        generated_groups, generated_tokens: what was paid for, given-up groups included.
+        seconds: wall time of ``generate`` and of scoring.
+    """
+
+    batch: RolloutBatch
+    prompts: list[Prompt]
+    groups: list[list[Completion]]
+    outcomes: list[tuple[int, float, int]]
+    rounds: int
+    generated_groups: int
+    generated_tokens: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def check_fresh(engine: RolloutEngine, policy_version: int, max_staleness: int) -> None:
+    """Refuse an engine whose weights are older than allowed.
+
+    Raises:
+        StaleEngineError: when the engine lags more than ``max_staleness`` versions, or never got weights.
+    """
+    if engine.policy_version < 0:
+        raise StaleEngineError(
+            "the engine holds no weights (no refresh yet, or the last one failed); "
+            "add lqrl.callbacks.EngineRefresh to trainer.callbacks"
+        )
+    lag = policy_version - engine.policy_version
+    if lag > max_staleness:
+        raise StaleEngineError(
+            f"the engine serves policy version {engine.policy_version}, the learner is at {policy_version} "
+            f"(max_staleness={max_staleness}); add lqrl.callbacks.EngineRefresh to trainer.callbacks, "
+            "or raise max_staleness if stale rollouts are intended"
+        )
+
+
+def collect(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    reward: RewardSum,
+    *,
+    decode: Decode,
+    budget: RolloutBudgetFn,
+    pad_token_id: int,
+    seed: int,
+    refill: Refill | None = None,
+    draw_more: DrawMore | None = None,
+) -> Rollouts:
+    """Generate and score completions of ``prompts``, refilling groups without a signal if asked to.
+
+    Args:
+        engine: a fresh engine (`check_fresh`).
+        prompts: the iteration's prompts on this rank.
+        params: sampling settings; ``n`` is replaced by what ``budget`` says.
+        reward: scores whole groups.
+        decode: token ids to text.
+        budget: completions of each prompt.
+        pad_token_id: fills the padded columns.
+        seed: of this iteration; a sample's draw is a function of it, the prompt's id and the sample's index.
+        refill: dynamic sampling, off when ``None``.
+        draw_more: draws that many fresh prompts; called by every rank in every round (it may be collective), and
+            returns ``None`` when no rank needs more.
+
+    Raises:
+        RewardError: when a reward raises or returns something unusable.
+        RuntimeError: when refill is exhausted and told to raise.
+    """
+    wanted = len(prompts)
+    kept: list[_Scored] = []
+    spare: list[_Scored] = []
+    outcomes: list[tuple[int, float, int]] = []
+    seconds = {"generate": 0.0, "reward": 0.0}
+    rounds, tokens, pending = 0, 0, list(prompts)
+    while True:
+        rounds += 1
+        scored = _round(engine, pending, params, reward, decode, budget, seed, seconds) if pending else []
+        outcomes += [s.outcome for s in scored]
+        tokens += sum(len(c.token_ids) for s in scored for c in s.completions)
+        kept += [s for s in scored if refill is None or s.informative]
+        spare += [s for s in scored if refill is not None and not s.informative]
+        if refill is None or draw_more is None or rounds >= refill.max_rounds:
+            break
+        more = draw_more(wanted - len(kept))
+        if more is None:
+            break
+        pending = more
+    missing = wanted - len(kept)
+    if missing and refill is not None and refill.on_exhausted == "raise":
+        raise RuntimeError(
+            f"{missing} of {wanted} groups still have equal rewards after {rounds} rounds; "
+            "raise Refill.max_rounds, choose easier or harder prompts, or set on_exhausted: train_partial"
+        )
+    # Groups without a signal fill the places nobody else took, so that a batch is never empty or of another size.
+    final = kept + spare[: max(0, missing)]
+    return _join(final, reward, pad_token_id, outcomes, rounds, tokens, seconds)
+
+
+@dataclass
+class _Scored:
+    prompt: Prompt
+    completions: list[Completion]
+    rewards: Tensor
+    terms: Tensor
+    accuracy: Tensor
+
+    @property
+    def scores(self) -> Tensor:
+        """Accuracies that could be judged."""
+        return self.accuracy[~self.accuracy.isnan()]
+
+    @property
+    def informative(self) -> bool:
+        return len(self.scores) > 0 and bool(self.scores.max() > self.scores.min())
+
+    @property
+    def outcome(self) -> tuple[int, float, int]:
+        return self.prompt.id, float(self.scores.sum()), len(self.scores)
+
+
+def _round(
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    reward: RewardSum,
+    decode: Decode,
+    budget: RolloutBudgetFn,
+    seed: int,
+    seconds: dict[str, float],
+) -> list[_Scored]:
+    counts = budget([p.id for p in prompts], None)
+    started = time.perf_counter()
+    drawn = engine.generate(prompts, replace(params, n=tuple(counts)), seed=seed)
+    generated = time.perf_counter()
+    groups = [[replace(c, text=decode(c.token_ids.tolist())) for c in group] for group in drawn]
+    output = reward.score(prompts, groups)
+    seconds["generate"] += generated - started
+    seconds["reward"] += time.perf_counter() - generated
+    sizes = [len(g) for g in groups]
+    parts = zip(output.rewards.split(sizes), output.terms.split(sizes), output.accuracy.split(sizes), strict=True)
+    return [_Scored(p, g, *part) for p, g, part in zip(prompts, groups, parts, strict=True)]
+
+
+def _join(
+    scored: list[_Scored],
+    reward: RewardSum,
+    pad_token_id: int,
+    outcomes: list[tuple[int, float, int]],
+    rounds: int,
+    tokens: int,
+    seconds: dict[str, float],
+) -> Rollouts:
+    prompts, groups = [s.prompt for s in scored], [s.completions for s in scored]
+    names = tuple(reward.names)
+    batch = pad_rollouts(
+        prompts,
+        groups,
+        rewards=torch.cat([s.rewards for s in scored]) if scored else torch.zeros(0),
+        reward_terms=torch.cat([s.terms for s in scored]) if scored else torch.zeros(0, len(names)),
+        accuracy=torch.cat([s.accuracy for s in scored]) if scored else torch.zeros(0),
+        term_names=names,
+        pad_token_id=pad_token_id,
+    )
+    return Rollouts(batch, prompts, groups, outcomes, rounds, len(outcomes), tokens, seconds)

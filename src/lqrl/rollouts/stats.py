@@ -1,0 +1,34 @@
+"""Numbers that describe a batch of rollouts, as sums and counts that add up over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from lqrl.rollouts.collect import Rollouts
+from lqrl.types import Ratio
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
+    """Reward, its unweighted terms, accuracy, lengths and the cost of generation.
+
+    Returns:
+        ``rollout/reward``, ``rollout/accuracy``, ``rollout/reward_<term>`` (each a mean over rows), ``rollout/length``,
+        ``rollout/truncated_fraction``, ``rollout/equal_reward_fraction`` (groups generated without a signal) and
+        ``rollout/rounds``.
+    """
+    batch = rollouts.batch
+    rows = torch.tensor(float(len(batch)))
+    mean = lambda x: Ratio(x.double().nansum(), rows.double())  # noqa: E731
+    metrics = {
+        "rollout/reward": mean(batch.rewards),
+        "rollout/accuracy": mean(batch.accuracy),
+        "rollout/length": mean(batch.lengths.float()),
+        "rollout/truncated_fraction": mean(batch.truncated.float()),
+    }
+    for k, name in enumerate(batch.term_names):
+        metrics[f"rollout/reward_{name}"] = mean(batch.reward_terms[:, k])
+    flat = sum(1 for _, successes, trials in rollouts.outcomes if successes in (0.0, float(trials)))
+    groups = torch.tensor(float(rollouts.generated_groups)).double()
+    metrics["rollout/equal_reward_fraction"] = Ratio(torch.tensor(float(flat)).double(), groups)
+    metrics["rollout/rounds"] = Ratio(torch.tensor(float(rollouts.rounds)).double(), torch.tensor(1.0).double())
+    return metrics
