@@ -165,9 +165,14 @@ class AlignedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (autocast's where it is on)."""
         device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        return _StraightThrough.apply(input, self.weight, self.bias, self._quantized(), self.export_dtype)
+        if not torch.is_autocast_enabled(device):
+            return self._aligned(input)
+        # Like nn.Linear take autocast's dtype, but keep its hands off the kernel: a bf16 GEMM of codes is not exact.
+        with torch.autocast(device, enabled=False):
+            return self._aligned(input.to(torch.get_autocast_dtype(device)))
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        return _StraightThrough.apply(x, self.weight, self.bias, self._quantized(), self.export_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AlignedLinear:
         self.invalidate()
@@ -213,6 +218,7 @@ class QuantizedLinear(LowBitLinear):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
         self.register_buffer("packed", None, persistent=False)
+        self.register_load_state_dict_post_hook(_pack_after_load)
         self.pack()
 
     @torch.no_grad()
@@ -248,10 +254,11 @@ class QuantizedLinear(LowBitLinear):
         self.pack()
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.pack()
-
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.method.code_dtype}"
+
+
+def _pack_after_load(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, QuantizedLinear)
+    module.pack()
