@@ -1,0 +1,1 @@
+"""Rollout engines: the seam, and what stands behind it."""

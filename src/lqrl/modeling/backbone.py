@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Packed:
     position_ids: Tensor
     context: AttentionContext
     index: Tensor
+
+
+class AttentionShape(NamedTuple):
+    """Key/value heads of a layer and the widths of a key and a value."""
+
+    kv_heads: int
+    key_width: int
+    value_width: int
 
 
 def load_model(
@@ -96,21 +104,25 @@ def check_architecture(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise NotImplementedError(f"{architecture}: the output head must be a linear layer without bias")
-    layers, probe, training = config.num_hidden_layers, _Probe(), model.training
-    device = head.weight.device
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    packed = Packed(tokens, torch.arange(2, device=device)[None], probe, torch.arange(2, device=device))
+    layers, shapes = config.num_hidden_layers, attention_shapes(model)
+    if sorted(shapes) != list(range(layers)):
+        raise NotImplementedError(
+            f"{architecture}: {len(shapes)} of {layers} layers sent their attention through transformers' "
+            f"AttentionInterface, so packed tokens cannot be kept apart; {_SUPPORTED}"
+        )
+
+
+def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
+    """Heads and widths of each layer that calls the shared attention, found by running two tokens through ``model``."""
+    device, training, probe = output_weight(model).device, model.training, _Probe()
+    positions = torch.arange(2, device=device)[None]
     model.eval()
     try:
         with torch.no_grad():
-            hidden_states(model, packed)
+            run_decoder(model, torch.zeros_like(positions), positions, probe)
     finally:
         model.train(training)
-    if probe.seen != list(range(layers)):
-        raise NotImplementedError(
-            f"{architecture}: {len(probe.seen)} of {layers} layers sent their attention through transformers' "
-            f"AttentionInterface, so packed tokens cannot be kept apart; {_SUPPORTED}"
-        )
+    return probe.shapes
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
@@ -135,12 +147,17 @@ def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
 
     Runs in the precision and mode the caller has set (autocast, gradient checkpointing, training).
     """
+    return run_decoder(model, packed.input_ids, packed.position_ids, packed.context)
+
+
+def run_decoder(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    """`hidden_states` for tokens ``[1, N]`` at any positions ``[1, N]``; ``context`` knows what they see."""
     output = model.get_decoder()(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
+        input_ids=input_ids,
+        position_ids=position_ids,
         attention_mask=None,
         use_cache=False,
-        attention_context=packed.context,
+        attention_context=context,
     )
     return output.last_hidden_state[0]
 
@@ -151,17 +168,16 @@ def output_weight(model: PreTrainedModel) -> Tensor:
 
 
 class _Probe(AttentionContext):
-    """Lists the layers whose attention was called."""
+    """Notes the layers whose attention was called, and with what."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._packed = PackedContext([2])
+        self.shapes: dict[int, AttentionShape] = {}
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        self.seen.append(layer_idx)
-        return self._packed.attend(layer_idx, q, k, v, scaling, sliding_window)
+        self.shapes[layer_idx] = AttentionShape(k.shape[1], k.shape[3], v.shape[3])
+        return PackedContext([2], q.device).attend(layer_idx, q, k, v, scaling, sliding_window)
 
 
 @contextmanager

@@ -1,0 +1,43 @@
+"""A fast fingerprint of a model's tensors: equal for equal bits, computed where the tensors are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lqrl.engines.sampling import mix64
+
+_CHUNK = 2**18  # words hashed at once; bounds the temporaries at a few MiB
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@torch.no_grad()
+def tensor_digest(tensor: Tensor) -> Tensor:
+    """A 0-dimensional int64 digest of the bits of ``tensor``, on its device.
+
+    Each word is mixed with its position and the results are added with wrap-around, so the order of the work does not
+    matter but the order of the words does.
+    """
+    flat = tensor.detach().contiguous().flatten().view(torch.int8)
+    size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
+    words = flat.view(_WORDS[size])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    place = mix64(torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=tensor.device) + 1)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].long()
+        # The xor folds high bits down: a product alone would let two flipped sign bits cancel.
+        mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * (place[: part.numel()] | 1)
+        mixed ^= (mixed >> 29) & 0x7FFFFFFFF
+        total += mixed.sum() * (2 * start + 1)
+    return total
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Hex digest of names, shapes, dtypes and bits of ``tensors``, whatever their order."""
+    named = sorted(tensors, key=lambda item: item[0])
+    values = torch.stack([tensor_digest(t).cpu() for _, t in named]).tolist() if named else []
+    text = [f"{name} {tuple(t.shape)} {t.dtype} {v}" for (name, t), v in zip(named, values, strict=True)]
+    return hashlib.sha1("\n".join(text).encode(), usedforsecurity=False).hexdigest()

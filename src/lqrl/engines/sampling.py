@@ -1,0 +1,148 @@
+"""Drawing tokens: counter-based uniforms, top-k and top-p, and an inverse-CDF draw; pure functions of tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lqrl.types import SamplingParams
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_BLOCK = 512  # tokens whose weights are summed before the draw looks inside
+
+
+class Sampled(NamedTuple):
+    """Tokens ``[R]`` int64, their processed log-probs ``[R]`` and the log of the kept mass ``[R]``, both float32.
+
+    ``log_mass`` is ``None`` when nothing was truncated.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    log_mass: Tensor | None
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014) on int64 with wrap-around; a bijection."""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def sample_keys(seed: int, prompt_ids: Tensor, sample_index: Tensor) -> Tensor:
+    """One key for each sample: ``[N]`` int64 from ``[N]`` int64 ids, equal on every device.
+
+    Args:
+        seed: any integer; taken modulo 2**64.
+        prompt_ids: stable ids of the prompts.
+        sample_index: which sample of its prompt.
+    """
+    wrapped = (seed + 2**63) % 2**64 - 2**63
+    key = mix64(torch.full_like(prompt_ids, wrapped) + _GOLDEN)
+    key = mix64((key ^ prompt_ids) + _GOLDEN)
+    return mix64((key ^ sample_index) + _GOLDEN)
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniforms in ``[0, 1)`` with 53 bits: ``[N, T]`` float64 from keys ``[N]`` and token positions ``[T]``."""
+    bits = _shift(mix64(keys[:, None] + (positions + 1)[None, :] * _GOLDEN), 11)
+    return bits.double() * 2.0**-53
+
+
+def _pick(weights: Tensor, target: Tensor) -> Tensor:
+    """First column whose cumulative weight exceeds ``target`` ``[R]``; never one of weight 0."""
+    cumulative = weights.cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # Rounding may put the target at the total; the largest number below it belongs to the last positive weight.
+    inside = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(cumulative, inside[:, None], right=True).squeeze(1)
+    return column.clamp_max_(weights.shape[1] - 1)  # NaN weights; the engine reports their log-probs
+
+
+def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one column of each row in proportion to its weight.
+
+    Sums of blocks come first, so that only one block of each row is accumulated in float64.
+
+    Args:
+        weights: ``[R, V]`` float32, not negative, not all 0.
+        uniform: ``[R]`` float64 in ``[0, 1)``.
+
+    Returns:
+        Columns ``[R]`` int64 and sums of the rows ``[R]`` float64.
+    """
+    width = weights.shape[1]
+    if width <= 2 * _BLOCK:
+        total = weights.sum(1, dtype=torch.float64)
+        return _pick(weights, uniform * total), total
+    whole = width // _BLOCK
+    sums = weights[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(2)
+    if width % _BLOCK:
+        sums = torch.cat([sums, weights[:, whole * _BLOCK :].sum(1, keepdim=True)], 1)
+    cumulative = sums.cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = uniform * total
+    block = _pick(sums, target)
+    before = cumulative.gather(1, block[:, None]).squeeze(1) - sums.gather(1, block[:, None]).squeeze(1)
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inner = weights.gather(1, columns.clamp_max(width - 1)).masked_fill_(columns >= width, 0)
+    return block * _BLOCK + _pick(inner, (target - before).clamp_min_(0)), total
+
+
+def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
+    """Draw a token for each row after temperature, then top-k, then top-p of what top-k kept.
+
+    Args:
+        logits: ``[R, V]`` float32.
+        uniform: ``[R]`` float64, see `uniforms`; not read when ``params.temperature`` is 0.
+        params: sampling settings.
+
+    Returns:
+        The tokens with log-probs under the distribution they were drawn from; greedy tokens with those of
+        temperature 1.
+    """
+    if params.temperature not in (0, 1):
+        logits = logits / params.temperature
+    if params.truncates:
+        return _sample_truncated(logits, _given(uniform), params)
+    largest, best = logits.max(1, keepdim=True)
+    weights = torch.sub(logits, largest).exp_()
+    if params.temperature == 0:
+        return Sampled(best.squeeze(1), -weights.sum(1, dtype=torch.float64).log().float(), None)
+    tokens, total = draw(weights, _given(uniform))
+    chosen = logits.gather(1, tokens[:, None]) - largest
+    return Sampled(tokens, chosen.squeeze(1) - total.log().float(), None)
+
+
+def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams) -> Sampled:
+    vocabulary = logits.shape[1]
+    if params.top_k > 0:
+        values, ids = logits.topk(min(params.top_k, vocabulary), 1)
+    else:
+        values, ids = logits.sort(1, descending=True)
+    largest = values[:, :1]
+    weights = (values - largest).exp_()
+    if params.top_p < 1:
+        mass = weights.cumsum(1, dtype=torch.float64)
+        weights = weights * (mass - weights < params.top_p * mass[:, -1:])
+    column, kept = draw(weights, uniform)
+    chosen = values.gather(1, column[:, None]) - largest
+    log_kept = kept.log()
+    log_mass = log_kept - torch.sub(logits, largest).exp_().sum(1, dtype=torch.float64).log()
+    tokens = ids.gather(1, column[:, None]).squeeze(1)
+    return Sampled(tokens, chosen.squeeze(1) - log_kept.float(), log_mass.float().clamp_max_(0))
+
+
+def _given(uniform: Tensor | None) -> Tensor:
+    if uniform is None:
+        raise ValueError("sampling at a temperature above 0 needs one uniform a row; see sampling.uniforms")
+    return uniform

@@ -1,0 +1,205 @@
+"""`TorchEngine`: the embedded engine, on transformers' modules and this library's kernels, for CPU and CUDA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lqrl.engines.base import EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
+from lqrl.engines.decoder import Decoder
+from lqrl.engines.generation import Generation
+from lqrl.engines.slots import SlotCache
+from lqrl.engines.transaction import addresses, model_digest, write_weights_
+from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was built; subtract two of them for a rate.
+
+    Attributes:
+        prompt_tokens, generated_tokens: tokens of prompts (once a group) and of completions.
+        seconds: wall time inside ``generate``.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TorchEngineFactory:
+    """Options of the embedded engine.
+
+    Attributes:
+        max_num_seqs: most samples that run together.
+        max_num_batched_tokens: most prompt tokens in one prefill.
+        kv_cache_tokens: most tokens the cache holds; fewer samples run together when they would need more. ``None``
+            sets no limit beside ``max_num_seqs``.
+        host_interval: decode steps between two looks at the device for finished samples; ``None`` is 1 on the CPU
+            and 8 elsewhere. Samples do not depend on it.
+
+    Raises:
+        ValueError: when a number is below 1.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_cache_tokens: int | None = None
+    host_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "host_interval"):
+            value = self.__dict__[name]
+            if value is not None and value < 1:
+                raise ValueError(f"TorchEngineFactory.{name} must be at least 1, got {value}")
+
+    def __call__(self, spec: EngineSpec) -> TorchEngine:
+        """Build an engine; it refuses to generate until its first refresh."""
+        return TorchEngine(spec, self)
+
+
+class TorchEngine(RolloutEngine):
+    """Continuous batching with a slot cache, low-bit linear layers and per-sample random numbers.
+
+    The engine owns its tensors: nothing is shared with the learner. Autocast is off inside.
+
+    Args:
+        spec: what to build.
+        options: see `TorchEngineFactory`.
+    """
+
+    def __init__(self, spec: EngineSpec, options: TorchEngineFactory) -> None:
+        self.spec = spec
+        self.options = options
+        self.decoder = Decoder(spec)
+        self.policy_version = -1
+        self._refusal: str | None = "it has no weights yet; call update_weights first"
+        self._asleep = False
+        self._cache = SlotCache(self.decoder.shapes, spec.dtype, spec.device)
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Tokens and seconds so far."""
+        return self._stats
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
+        """Draw completions; see `RolloutEngine.generate`.
+
+        Raises:
+            StaleEngineError: without good weights.
+            ValueError: for a prompt that is empty, too long or out of the vocabulary, or a stop token out of it.
+            RuntimeError: while asleep, or when the weights give NaN.
+        """
+        if self._refusal is not None:
+            raise StaleEngineError(f"the engine refuses to generate: {self._refusal}")
+        if self._asleep:
+            raise RuntimeError("the engine is asleep; call wake() before generate()")
+        if not prompts:
+            return []
+        self._check(prompts, params)
+        stops = () if params.ignore_eos else self.spec.eos_token_ids
+        slots, started = self._slots(prompts, params), time.perf_counter()
+        with torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
+            generation = Generation(
+                self.decoder,
+                self._cache,
+                prompts,
+                params,
+                seed=seed,
+                stop_token_ids=(*stops, *params.stop_token_ids),
+                max_slots=slots,
+                prefill_tokens=self.options.max_num_batched_tokens,
+                host_interval=self.options.host_interval or (1 if self.spec.device.type == "cpu" else 8),
+            )
+            generation.run()
+            completions = generation.completions(self.policy_version)
+        self._stats = EngineStats(
+            self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
+            self._stats.generated_tokens + generation.generated_tokens,
+            self._stats.seconds + time.perf_counter() - started,
+        )
+        return completions
+
+    def update_weights(self, weights: NamedTensors, *, policy_version: int) -> RefreshReport:
+        """Load a complete set of weights in place; see `RolloutEngine.update_weights`.
+
+        Raises:
+            RefreshError: see there; the engine refuses to generate until a refresh succeeds.
+        """
+        started = time.perf_counter()
+        self.policy_version = -1
+        self._refusal = "its last refresh did not complete; send a complete set of weights"
+        try:
+            if policy_version < 0:
+                raise RefreshError(f"policy_version must be >= 0, got {policy_version}")
+            report = self._load(weights, policy_version)
+        except RefreshError as error:
+            self._refusal = f"its last refresh failed ({error})"
+            raise
+        self._refusal = None
+        self.policy_version = policy_version
+        return replace(report, seconds=time.perf_counter() - started)
+
+    def wake(self) -> None:
+        """Allow generation again; the cache comes back with the next call."""
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Release the cache; the weights stay."""
+        self._cache.release()
+        self._asleep = True
+
+    def _load(self, weights: NamedTensors, policy_version: int) -> RefreshReport:
+        model = self.decoder.model
+        before = addresses(model)
+        written = write_weights_(model, weights)
+        self.decoder.refresh_derived()
+        self._cache.clear()
+        moved = [name for name, address in addresses(model).items() if before.get(name) != address]
+        if moved:
+            raise RefreshError(f"storage moved during the refresh: {', '.join(moved[:5])}")
+        return RefreshReport(
+            policy_version=policy_version,
+            tensors=written.tensors,
+            elements=written.elements,
+            elements_changed_fraction=written.elements_changed_fraction,
+            codes_changed_fraction=written.codes_changed_fraction,
+            seconds=0.0,
+            digest=model_digest(model),
+        )
+
+    def _slots(self, prompts: Sequence[Prompt], params: SamplingParams) -> int:
+        """Samples that may run together within the cache's budget."""
+        budget, length = self.options.kv_cache_tokens, max(len(p.input_ids) for p in prompts) + params.max_tokens
+        if budget is None:
+            return self.options.max_num_seqs
+        if budget < length:
+            raise ValueError(
+                f"a sample may take {length} tokens (longest prompt + max_tokens), kv_cache_tokens={budget} holds fewer"
+            )
+        return min(self.options.max_num_seqs, budget // length)
+
+    def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        vocabulary, limit = self.decoder.vocabulary, self.spec.max_model_len
+        for prompt in prompts:
+            tokens = len(prompt.input_ids)
+            if not tokens:
+                raise ValueError(f"prompt {prompt.id} is empty; a prompt needs at least one token")
+            if tokens + params.max_tokens > limit:
+                raise ValueError(
+                    f"prompt {prompt.id} has {tokens} tokens and max_tokens={params.max_tokens} more do not fit "
+                    f"max_model_len={limit}; shorten the prompt, lower max_tokens or raise EngineSpec.max_model_len"
+                )
+            if min(prompt.input_ids) < 0 or max(prompt.input_ids) >= vocabulary:
+                raise ValueError(
+                    f"prompt {prompt.id} holds a token outside the model's vocabulary of {vocabulary}; "
+                    "tokenizer and model do not belong together"
+                )
+        outside = [t for t in (*self.spec.eos_token_ids, *params.stop_token_ids) if not 0 <= t < vocabulary]
+        if outside:
+            raise ValueError(f"stop tokens {outside} are outside the model's vocabulary of {vocabulary}")

@@ -1,0 +1,127 @@
+"""Loading a complete set of weights into a model in place: every element once, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lqrl.engines.base import NamedTensors, RefreshError
+from lqrl.engines.digest import digest
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write_weights_` did; the fields are those of `lqrl.types.RefreshReport`."""
+
+    tensors: int
+    elements: int
+    elements_changed_fraction: float
+    codes_changed_fraction: float
+
+
+class _Ledger:
+    """What has been written, and flags that stay on the device until the end (one host round trip a refresh)."""
+
+    def __init__(self, targets: dict[str, Tensor], aliases: dict[str, str]) -> None:
+        self.targets = targets
+        self.aliases = aliases
+        self.written: dict[str, int] = {}
+        self._flags: list[Tensor] = []
+
+    def add(self, name: str, source: Tensor) -> None:
+        target = self._target(name, source)
+        source = source.detach().to(target.device, non_blocking=True)
+        finite = source.isfinite().all() if source.is_floating_point() else source.new_ones((), dtype=torch.bool)
+        bits = _BITS[target.element_size()]
+        changed = (target.view(bits) != source.contiguous().view(bits)).sum()
+        target.copy_(source)
+        self.written[name] = source.numel()
+        self._flags.append(torch.stack([changed, (~finite).long()]))
+
+    def _target(self, name: str, source: Tensor) -> Tensor:
+        target = self.targets.get(name)
+        if target is None and name in self.aliases:
+            raise RefreshError(f"{name} is tied to {self.aliases[name]}; send it once, under that name")
+        if target is None:
+            raise RefreshError(
+                f"the engine has no tensor named {name}; export with the scheme the engine was built for"
+            )
+        if name in self.written:
+            raise RefreshError(f"{name} came twice")
+        if source.shape != target.shape:
+            raise RefreshError(f"{name} has shape {tuple(source.shape)}, the engine's is {tuple(target.shape)}")
+        if source.dtype != target.dtype:
+            raise RefreshError(
+                f"{name} is {source.dtype}, the engine's is {target.dtype}; export in the engine's dtype"
+            )
+        return target
+
+    def close(self) -> Written:
+        missing = sorted(self.targets.keys() - self.written.keys())
+        if missing:
+            elements, total = sum(self.written.values()), sum(t.numel() for t in self.targets.values())
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise RefreshError(f"{elements} of {total} elements were written; missing: {shown}")
+        flags = torch.stack([f.cpu() for f in self._flags]).tolist() if self._flags else []
+        counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
+        for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=True):
+            if broken:
+                raise RefreshError(f"{name} holds NaN or inf; fix the policy and refresh again")
+            count = counts[not self.targets[name].is_floating_point()]
+            count[0] += changed
+            count[1] += elements
+        fractions = {code: changed / max(elements, 1) for code, (changed, elements) in counts.items()}
+        return Written(len(flags), sum(self.written.values()), fractions[False], fractions[True])
+
+
+def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by state-dict name, tied ones once; and ``{other name: first name}``."""
+    targets: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            targets[name] = tensor.detach()
+    return targets, aliases
+
+
+def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, the model's own computed ones (rotary frequencies, packed codes) included."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def write_weights_(model: nn.Module, weights: NamedTensors) -> Written:
+    """Copy ``weights`` over the tensors of ``model``, in place.
+
+    Raises:
+        RefreshError: see `lqrl.engines.base.RolloutEngine.update_weights`; part of ``model`` may be overwritten then.
+    """
+    ledger = _Ledger(*loadable_tensors(model))
+    try:
+        for name, tensor in weights:
+            ledger.add(name, tensor)
+    except RefreshError:
+        raise
+    except Exception as error:
+        raise RefreshError(f"the stream of weights failed after {len(ledger.written)} tensors: {error}") from error
+    return ledger.close()
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Storage address of every parameter and buffer."""
+    return {name: tensor.data_ptr() for name, tensor in all_tensors(model)}
+
+
+def model_digest(model: nn.Module) -> str:
+    """Digest of every parameter and buffer."""
+    return digest(all_tensors(model))
