@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
-Row = dict[str, Any]
+from lqrl.data.rows import Row, RowSource
+
 Split = Literal["train", "validation"]
 
 _DIGITS = "0123456789"
@@ -107,7 +108,7 @@ def parse_expression(text: str, *, operators: str = "+-*", max_chars: int = 128)
     return value, tuple(parser.integers)
 
 
-class Task(ABC):
+class Task(RowSource):
     """A seeded source of rows with an exact checker.
 
     Subclasses are frozen dataclasses with the fields below and a few of their own.
@@ -136,6 +137,14 @@ class Task(ABC):
     @abstractmethod
     def _signature(self) -> str:
         """The options that shape a problem, as part of the row's random key."""
+
+    def identity(self) -> str:
+        """Name, options, seed and split: all that rows depend on, apart from the template."""
+        return f"{self.name}({self._signature()}, seed={self.seed}, validation={self.validation_fraction})|{self.split}"
+
+    def where(self, index: int) -> str:
+        """Task, split and row number."""
+        return f"task {self.name}, split {self.split}, row {index}"
 
     def _validate(self) -> None:
         if self.size is not None and self.size < 1:
@@ -227,7 +236,7 @@ class Countdown(Task):
 
     def _draw(self, rng: random.Random) -> Row | None:
         numbers = [rng.randint(1, self.max_number) for _ in range(self.numbers)]
-        # leaves of a random binary tree, merged pair by pair: (value, text, binding strength of the text's last operator)
+        # leaves of a random binary tree, merged pair by pair: (value, text, how tightly the text binds)
         leaves = [(Fraction(n), str(n), 3) for n in numbers]
         while len(leaves) > 1:
             left = leaves.pop(rng.randrange(len(leaves)))
