@@ -1,0 +1,160 @@
+"""Log-probabilities of given tokens from hidden states, without a ``[N, V]`` tensor for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_LOGITS = 2**26
+"""Logits of one chunk when no size is given: 256 MiB in fp32."""
+
+
+class LogprobsAndEntropy(NamedTuple):
+    """Log-probs ``[N]`` (differentiable) and entropies ``[N]`` in nats (detached) of the same distributions."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The output head: ``hidden @ weight.T`` with fp32 sums and an fp32 result, also under autocast.
+
+    Logits rounded to bf16 are off by up to 1/16 at a value of 20; that alone is a visible policy mismatch. Engine and
+    learner both call this function. It is not meant to be differentiated: `chunked_logprobs` is.
+
+    Args:
+        hidden: ``[N, H]``, any float dtype.
+        weight: ``[V, H]``, any float dtype.
+
+    Returns:
+        ``[N, V]`` float32 (float64 when an operand is).
+    """
+    return _matmul(hidden, weight.T)
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+) -> Tensor:
+    """Log-probability of each target under ``softmax(head_logits(hidden, weight) / temperature)``.
+
+    One chunk of logits is alive at a time. The forward keeps only the log-partition of each row; the backward computes
+    the chunk's logits again and sums both gradients in fp32, whatever the dtype of the operands.
+
+    Args:
+        hidden: ``[N, H]`` final hidden states; row ``i`` predicts ``targets[i]``.
+        weight: ``[V, H]`` output head.
+        targets: ``[N]`` int64.
+        temperature: divides the logits; 0 (greedy sampling) means 1.
+        chunk_size: rows of a chunk; ``None`` bounds a chunk at 2**26 logits.
+
+    Returns:
+        ``[N]`` float32 (float64 when an operand is).
+
+    Raises:
+        ValueError: when shapes do not fit, or ``temperature`` or ``chunk_size`` is out of range.
+    """
+    _check(hidden, weight, targets, temperature, chunk_size)
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False)[0]
+
+
+def logprobs_with_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+) -> LogprobsAndEntropy:
+    """`chunked_logprobs` and, in the same pass, the entropy of each row's distribution; arguments as there."""
+    _check(hidden, weight, targets, temperature, chunk_size)
+    return LogprobsAndEntropy(*_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True))
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wide = _operand(weight)
+        dtype = _accumulator(hidden, weight)
+        logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
+        log_partition = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs if with_entropy else logprobs[:0])
+        for rows in _chunks(len(targets), len(weight), chunk_size):
+            logits = head_logits(hidden[rows], wide).div_(temperature)
+            log_partition[rows] = logits.logsumexp(1)
+            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_partition[rows]
+            if with_entropy:
+                probs = torch.sub(logits, log_partition[rows, None]).exp_()
+                entropy[rows] = log_partition[rows] - probs.mul_(logits).sum(1)
+        ctx.save_for_backward(hidden, weight, targets, log_partition)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden, weight, targets, log_partition = ctx.saved_tensors
+        wide = _operand(weight)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        dtype = _accumulator(hidden, weight)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        for rows in _chunks(len(targets), len(weight), ctx.chunk_size):
+            # d logprob / d logits = (onehot - softmax) / temperature, built in the logits' own storage.
+            scale = (grad_outputs[0][rows] / ctx.temperature).unsqueeze(1)
+            d_logits = head_logits(hidden[rows], wide).div_(ctx.temperature)
+            d_logits.sub_(log_partition[rows, None]).exp_().mul_(-scale)
+            d_logits.scatter_add_(1, targets[rows, None], scale.to(dtype))
+            d_logits = d_logits.to(torch.promote_types(hidden.dtype, wide.dtype))
+            if d_hidden is not None:
+                d_hidden[rows] = _matmul(d_logits, wide).to(hidden.dtype)
+            if d_weight is not None:
+                d_weight += _matmul(d_logits.T, hidden[rows])
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with sums and result in fp32 or wider; autocast would round both to bf16."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        if dtype in (torch.bfloat16, torch.float16):
+            if a.is_cuda:
+                return torch.mm(a, b, out_dtype=torch.float32)
+            dtype = torch.float32
+        return a.to(dtype) @ b.to(dtype)
+
+
+def _operand(weight: Tensor) -> Tensor:
+    """``weight`` as `_matmul` multiplies it, so that a loop over chunks widens it once."""
+    return weight if weight.is_cuda else weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _accumulator(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+
+
+def _chunks(rows: int, vocabulary: int, chunk_size: int | None) -> Iterator[slice]:
+    size = chunk_size or max(1, _CHUNK_LOGITS // vocabulary)
+    for start in range(0, rows, size):
+        yield slice(start, start + size)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [N, H] and weight [V, H], got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
+            "select the predicting rows first: hidden[mask]"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"expected one target for each of {len(hidden)} rows, got shape {tuple(targets.shape)}")
+    if temperature < 0:
+        raise ValueError(f"temperature must be >= 0, got {temperature}; 0 scores greedy samples at temperature 1")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to bound it by memory")
