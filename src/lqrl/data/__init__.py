@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.prompts import PromptDataset, PromptSource
 from lqrl.data.rows import HubDataset, JsonLines, RowSource
-from lqrl.data.samplers import VADE, PromptSampler, SamplerFactory, Uniform, UniformSampler, VADESampler
+from lqrl.data.samplers import PromptSampler, SamplerFactory, Uniform, UniformSampler
 from lqrl.data.tasks import Arithmetic, Countdown, Sort, Task
+from lqrl.data.vade import VADE, VADESampler
 
 if TYPE_CHECKING:
     from lqrl.data.datamodule import PromptDataModule

@@ -241,7 +241,7 @@ class PromptDataModule(L.LightningDataModule):
         if self.trainer is None:
             return False
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return progress.ready > progress.processed
+        return progress.ready > progress.processed  # type: ignore[attr-defined]
 
 
 class _RankBatches:

@@ -133,7 +133,9 @@ class WorkerPool:
             except OSError as error:  # it died while idle, which is no fault of this request
                 self._drop(worker)
                 if fresh:
-                    raise WorkerStartError(f"worker process {self.script.name} ended before its first request") from error
+                    raise WorkerStartError(
+                        f"worker process {self.script.name} ended before its first request"
+                    ) from error
                 waiting.appendleft(job)
                 continue
             worker.job, worker.deadline = job, time.monotonic() + self.timeout
