@@ -166,10 +166,9 @@ def lqrl_attention(
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} passes {name} to its attention, which is not supported")
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     layer_idx: Any = module.layer_idx
-    return attention_context.attend(layer_idx, query, key, value, scaling, sliding_window), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None
 
 
 def register_attention() -> str:

@@ -78,6 +78,7 @@ def load_model(
             with torch.random.fork_rng(devices=[]), _weights_unset(seed is None):
                 torch.manual_seed(seed or 0)
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
+        model.tie_weights()  # not done where the initialization is skipped
     except (KeyError, ValueError) as error:
         if name not in str(error):
             raise
@@ -164,7 +165,8 @@ def run_decoder(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor,
 
 def output_weight(model: PreTrainedModel) -> Tensor:
     """Weight of the output head ``[V, H]``; the embedding's where they are tied."""
-    return model.get_output_embeddings().weight
+    head: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[assignment]
+    return head.weight
 
 
 class _Probe(AttentionContext):
