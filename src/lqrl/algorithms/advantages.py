@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,16 +11,17 @@ from torch import Tensor
 from lqrl.types import Advantages, RolloutBatch
 
 
-class AdvantageFn(Protocol):
+class AdvantageFn(ABC):
     """Turns what happened into credit; may drop rows and tokens before the learner's forward pass."""
 
+    @abstractmethod
     def __call__(self, batch: RolloutBatch) -> Advantages:
         """Credit for the rows of ``batch``. All rows of a group must be in it."""
         ...
 
 
 @dataclass(frozen=True)
-class GRPO:
+class GRPO(AdvantageFn):
     """``A_i = (R_i - mean) / (std + std_eps)`` over the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     The standard deviation has Bessel's correction, as in verl and TRL. Rows of a group whose rewards are all equal have
@@ -46,7 +47,7 @@ class GRPO:
 
 
 @dataclass(frozen=True)
-class DrGRPO:
+class DrGRPO(AdvantageFn):
     """``A_i = R_i - mean`` over the group (Dr. GRPO, arXiv 2503.20783); use with ``seq_mean_token_sum_norm``.
 
     Constant groups stay by default: the estimate is unbiased only while the denominator does not depend on the rewards.
@@ -68,7 +69,7 @@ class DrGRPO:
 
 
 @dataclass(frozen=True)
-class RLOO:
+class RLOO(AdvantageFn):
     """``A_i = R_i - mean of the others``, computed as ``n / (n - 1) * (R_i - mean)`` (leave-one-out, arXiv 2402.14740).
 
     Attributes:

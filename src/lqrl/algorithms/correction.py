@@ -6,8 +6,8 @@ are detached constants. Metrics describe the raw ratios, before anything is trun
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +36,10 @@ class CorrectionOutput:
     metrics: dict[str, Ratio] = field(default_factory=dict)
 
 
-class Correction(Protocol):
+class Correction(ABC):
     """Weighs tokens by how differently learner and engine see them."""
 
+    @abstractmethod
     def __call__(self, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> CorrectionOutput:
         """Correct ``[B, T]`` tokens where the bool ``mask`` is true."""
         ...
@@ -69,7 +70,7 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
 
 
 @dataclass(frozen=True)
-class NoCorrection:
+class NoCorrection(Correction):
     """Trusts the engine's samples as if the learner had drawn them; still measures the mismatch."""
 
     def __call__(self, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> CorrectionOutput:
@@ -79,7 +80,7 @@ class NoCorrection:
 
 
 @dataclass(frozen=True)
-class TokenTIS:
+class TokenTIS(Correction):
     """Token-level truncated importance sampling, with the Adaptive Clipping Range (ACR) of QuRL.
 
     Weights are ``min(rho, cap)`` (FlashRL; QuRL, arXiv 2602.13953, eq. 5). Truncation equals importance sampling from a
@@ -114,7 +115,7 @@ class TokenTIS:
 
 
 @dataclass(frozen=True)
-class SequenceTIS:
+class SequenceTIS(Correction):
     """Sequence-level truncated importance sampling: all tokens of a row share ``min(rho_seq, cap)``.
 
     ``rho_seq`` is the geometric mean of the row's token ratios (QaRL, arXiv 2604.07853, as read in notes). With
@@ -146,7 +147,7 @@ class SequenceTIS:
 
 
 @dataclass(frozen=True)
-class TokenMIS:
+class TokenMIS(Correction):
     """Token-level masked importance sampling: weight ``rho`` inside the band, rejection outside (IcePop).
 
     Attributes:

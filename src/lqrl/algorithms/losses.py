@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,24 +15,22 @@ from lqrl.algorithms.reduce import Reduction, masked_max, masked_ratio, sequence
 from lqrl.types import ClipRange, LossOutput, Ratio, TrainBatch
 
 
-class PolicyLoss(Protocol):
+class PolicyLoss(ABC):
     """A loss and what it asks of the learner.
 
     Attributes:
+        reduction: how token losses are reduced; the learner sums its ``count`` into ``denom``.
         uses_old_logprobs: whether the proximal pass must fill ``batch.old_logprobs``.
         uses_clip_range: whether ``clip_range`` is read; if not, scheduling it would change nothing.
         corrects_mismatch: whether the loss weighs the rollout mismatch itself; combine it with `NoCorrection` only.
     """
 
+    reduction: Reduction
     uses_old_logprobs: ClassVar[bool]
     uses_clip_range: ClassVar[bool]
     corrects_mismatch: ClassVar[bool]
 
-    @property
-    def reduction(self) -> Reduction:
-        """How token losses are reduced; the learner sums its ``count`` into ``denom``."""
-        ...
-
+    @abstractmethod
     def __call__(self, logprobs: Tensor, batch: TrainBatch, *, denom: Tensor, clip_range: ClipRange) -> LossOutput:
         """Loss of one micro-batch.
 
@@ -48,7 +47,7 @@ class PolicyLoss(Protocol):
 
 
 @dataclass(frozen=True)
-class ClippedLoss:
+class ClippedLoss(PolicyLoss):
     """PPO's clipped surrogate with clip-higher, dual clip and the Adaptive Clipping Range.
 
     With ``R = pi / pi_old``, advantage ``A``, correction's weight ``w`` and clip scale ``c`` (or 1), a token's loss is
@@ -85,7 +84,7 @@ class ClippedLoss:
 
 
 @dataclass(frozen=True)
-class GSPOLoss:
+class GSPOLoss(PolicyLoss):
     """Group Sequence Policy Optimization (arXiv 2507.18071): PPO's clip on the sequence ratio.
 
     ``s = exp(mean_t log(pi / pi_old))``; a token sees ``s_t = sg[s] * pi / sg[pi]`` (GSPO-token): the value of ``s``,
@@ -126,7 +125,7 @@ class GSPOLoss:
 
 
 @dataclass(frozen=True)
-class TBPOLoss:
+class TBPOLoss(PolicyLoss):
     """Trust-Band Policy Optimization of QaRL (arXiv 2604.07853): sequence ratios, and a band for negatives.
 
     With ``s`` as in `GSPOLoss` and ``w = min(exp(mean_t log(pi_old / pi_behavior)), mismatch_cap)``, both a row's, the
@@ -186,7 +185,7 @@ class TBPOLoss:
 
 
 @dataclass(frozen=True)
-class ReinforceLoss:
+class ReinforceLoss(PolicyLoss):
     """``-w * A * log pi``: the policy gradient itself, for one optimizer step a rollout.
 
     Attributes:

@@ -40,7 +40,9 @@ class ClipRangeScheduler(L.Callback):
         if iterations < 1:
             raise ValueError(f"ClipRangeScheduler.iterations must be at least 1, got {iterations}")
         if start.dual != end.dual:
-            raise ValueError(f"ClipRangeScheduler cannot interpolate dual ({start.dual} to {end.dual}); give both the same")
+            raise ValueError(
+                f"ClipRangeScheduler cannot interpolate dual ({start.dual} to {end.dual}); give both the same"
+            )
         if (cap_start is None) != (cap_end is None):
             raise ValueError("ClipRangeScheduler needs both cap_start and cap_end, or neither")
         self.start, self.end, self.iterations = start, end, iterations
@@ -60,6 +62,11 @@ class ClipRangeScheduler(L.Callback):
     ) -> None:
         """Set the values of the coming iteration."""
         assert isinstance(pl_module, PolicyModule)
+        if not pl_module.loss.uses_clip_range:
+            raise ValueError(
+                f"{type(pl_module.loss).__name__} has clip widths of its own and does not read the clip range; remove "
+                "ClipRangeScheduler"
+            )
         pl_module.clip_range = self.clip_range(pl_module.iteration)
         values = {"clip/low": pl_module.clip_range.low, "clip/high": pl_module.clip_range.high}
         if self.cap_start is not None and self.cap_end is not None:

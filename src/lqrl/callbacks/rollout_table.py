@@ -54,7 +54,9 @@ class RolloutTable(L.Callback):
         for column in ("reward", "prompt", "completion", "end"):
             table.add_column(column, overflow="fold")
         for r in shown:
-            table.add_row(f"{r['reward']:.2f}", r["prompt"][-self.width :], r["completion"][-self.width :], r["finish_reason"])
+            table.add_row(
+                f"{r['reward']:.2f}", r["prompt"][-self.width :], r["completion"][-self.width :], r["finish_reason"]
+            )
         return table
 
 

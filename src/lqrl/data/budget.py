@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 
-class RolloutBudget(Protocol):
+class RolloutBudget(ABC):
     """Allocates completions to prompts; group sizes may differ."""
 
+    @abstractmethod
     def __call__(self, prompt_ids: Sequence[int], beliefs: Tensor | Sequence[float] | None) -> list[int]:
         """Completions for each prompt, at least 1.
 
@@ -23,7 +24,7 @@ class RolloutBudget(Protocol):
 
 
 @dataclass(frozen=True)
-class UniformBudget:
+class UniformBudget(RolloutBudget):
     """The same number for every prompt.
 
     Attributes:

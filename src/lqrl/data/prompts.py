@@ -161,8 +161,13 @@ class PromptDataset(Dataset[Prompt]):
                 f"{self.max_prompt_tokens} tokens); raise max_prompt_tokens"
             )
         if self.dropped:
-            log.warning("%s: dropped %d of %d rows, longer than %s tokens", rows.identity(), self.dropped, total,
-                        self.max_prompt_tokens)  # fmt: skip
+            log.warning(
+                "%s: dropped %d of %d rows, longer than %s tokens",
+                rows.identity(),
+                self.dropped,
+                total,
+                self.max_prompt_tokens,
+            )
         self.ids: tuple[int, ...] = tuple(prompt.id for prompt in self.prompts)
         if len(set(self.ids)) != len(self.ids):
             raise ValueError(f"{rows.identity()}: two rows have the same prompt id; give the source another name")

@@ -52,9 +52,10 @@ class PromptSampler(Protocol):
         ...
 
 
-class SamplerFactory(Protocol):
+class SamplerFactory(ABC):
     """Options of a sampler; what depends on the run comes when it is built."""
 
+    @abstractmethod
     def __call__(self, ids: Sequence[int], *, batch_size: int, iterations: int, seed: int) -> PromptSampler:
         """Build a sampler.
 
@@ -238,7 +239,7 @@ class UniformSampler(SeededSampler):
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(SamplerFactory):
     """Options of `UniformSampler`; it has none."""
 
     def __call__(self, ids: Sequence[int], *, batch_size: int, iterations: int, seed: int) -> UniformSampler:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lqrl.data.samplers import SeededSampler
+from lqrl.data.samplers import SamplerFactory, SeededSampler
 
 
 @dataclass(frozen=True)
-class VADE:
+class VADE(SamplerFactory):
     """VADE (arXiv 2511.18902): Thompson sampling with the score ``I(p) = p (1 - p)^2`` and two-scale forgetting.
 
     Every prompt has a Beta posterior of its success rate. An iteration trains on the prompts with the largest ``I`` of

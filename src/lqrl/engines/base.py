@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -88,17 +88,19 @@ class RolloutEngine(ABC):
         """Give up memory that generation needs and training does not."""
 
 
-class EngineFactory(Protocol):
+class EngineFactory(ABC):
     """Builds an engine; a frozen dataclass whose fields are the engine's options."""
 
+    @abstractmethod
     def __call__(self, spec: EngineSpec) -> RolloutEngine:
         """Build an engine for ``spec``."""
         ...
 
 
-class WeightStage(Protocol):
+class WeightStage(ABC):
     """Changes the exported weights on their way to the engine (noise, scaling); the learner keeps its own."""
 
+    @abstractmethod
     def __call__(self, weights: NamedTensors, *, policy_version: int) -> NamedTensors:
         """Yield the same names in the same order."""
         ...

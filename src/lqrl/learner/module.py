@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,19 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lqrl.algorithms import GRPO, AdvantageFn, ClippedLoss, Correction, KLPenalty, PolicyLoss, TokenTIS
+from lqrl.algorithms import (
+    GRPO,
+    AdvantageFn,
+    ClippedLoss,
+    Correction,
+    KLPenalty,
+    NoCorrection,
+    PolicyLoss,
+    TokenTIS,
+)
 from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.data.budget import RolloutBudget, UniformBudget
+from lqrl.data.datamodule import PromptDataModule
 from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, learner_state
 from lqrl.learner.seeds import derive_seed
@@ -33,8 +43,8 @@ from lqrl.modeling.backbone import hidden_states, load_model, output_weight, pac
 from lqrl.modeling.sources import load_tokenizer, resolve_source
 from lqrl.quant import AlignedLinear, QuantScheme, export_weights, fold_, prepare_
 from lqrl.rewards import RewardSum
-from lqrl.rollouts.collect import DrawMore
 from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, minibatches, rollout_metrics, to_train_batch
+from lqrl.rollouts.collect import DrawMore
 from lqrl.types import ClipRange, Prompt, PromptBatch, Ratio, SamplingParams, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -110,6 +120,11 @@ class PolicyModule(L.LightningModule):
         self.optimizer, self.lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
         if num_minibatches < 1 or num_epochs < 1 or token_budget < 1 or val_samples < 1:
             raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
+        if loss.corrects_mismatch and not isinstance(correction, NoCorrection):
+            raise ValueError(
+                f"{type(loss).__name__} weighs the rollout mismatch itself: set correction to lqrl.algorithms.NoCorrection, "
+                f"not {type(correction).__name__}, or every token is weighed twice"
+            )
         self.num_minibatches, self.num_epochs, self.token_budget = num_minibatches, num_epochs, token_budget
         self.uaq_scale, self.max_staleness = uaq_scale, max_staleness
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
@@ -216,7 +231,9 @@ class PolicyModule(L.LightningModule):
         """Roll out, credit, learn; see the data-flow table in the docs."""
         rollouts = self.collect(batch.prompts)
         train_batch, credit = self.learn_from(rollouts)
-        sync = self.trainer.model.no_sync if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel) else None
+        sync = (
+            self.trainer.model.no_sync if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel) else None
+        )
         learned = self.optimize(
             train_batch,
             forward=self,
@@ -229,7 +246,11 @@ class PolicyModule(L.LightningModule):
             scheduler.step()
         metrics = {**sum_ratios([rollout_metrics(rollouts)], self.device), **credit, **learned, **self.speed(rollouts)}
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(batch))
-        shown = {"reward": "rollout/reward", "mismatch_kl": "mismatch/k3", "tokens_per_s": "speed/rollout_tokens_per_second"}
+        shown = {
+            "reward": "rollout/reward",
+            "mismatch_kl": "mismatch/k3",
+            "tokens_per_s": "speed/rollout_tokens_per_second",
+        }
         self.log_dict(
             {k: metrics[v] for k, v in shown.items() if v in metrics},
             prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=len(batch),
@@ -309,7 +330,9 @@ class PolicyModule(L.LightningModule):
                 norms.append(norm)
                 optimizer.step()
         if skipped:
-            log.warning("iteration %d: %d optimizer steps skipped (no signal, or gradients not finite)", self.iteration, skipped)
+            log.warning(
+                "iteration %d: %d optimizer steps skipped (no signal, or gradients not finite)", self.iteration, skipped
+            )
         grad_norm = float(torch.stack(norms).mean()) if norms else 0.0
         return {
             **sum_ratios(collected, self.device),
@@ -399,6 +422,8 @@ class PolicyModule(L.LightningModule):
         """Refuse a checkpoint of another model or format, then restore version and iteration."""
         self.configure_model()
         state = check_same_model(self, checkpoint)
+        if self.trainer.training and isinstance(data := self.trainer.datamodule, PromptDataModule):
+            data.restore(checkpoint)  # Lightning finds its state only under the very same class name
         self.policy_version, self.iteration = state["policy_version"], state["iteration"]
 
 
@@ -427,14 +452,14 @@ class Scorer(nn.Module):
         return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
 
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_dtype(name: str) -> torch.dtype:
     """A dtype by its torch name.
 
     Raises:
-        ValueError: for a name that is not one of float32, bfloat16, float16.
+        ValueError: for a name that is neither float32 nor bfloat16.
     """
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")

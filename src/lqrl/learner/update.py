@@ -65,7 +65,9 @@ def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict
         names = sorted(set().union(*gathered))
     if not names:
         return {}
-    zero = Ratio(torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device))
+    zero = Ratio(
+        torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    )
     sums = all_sum(torch.stack([torch.stack(list(total.get(n, zero))) for n in names]))
     return {n: float(Ratio(*s).value) for n, s in zip(names, sums, strict=True)}
 
@@ -94,9 +96,7 @@ def trim(batch: TrainBatch) -> TrainBatch:
     """Cut the columns that no row uses."""
     width = max(1, int(batch.attention_mask.sum(1).max())) if len(batch) else 1
     cut = {
-        name: value[:, :width]
-        for name, value in vars(batch).items()
-        if isinstance(value, Tensor) and value.dim() == 2
+        name: value[:, :width] for name, value in vars(batch).items() if isinstance(value, Tensor) and value.dim() == 2
     }
     return replace(batch, **cut)
 
@@ -139,7 +139,7 @@ def accumulate_gradients(
     denom = all_sum(reduction.count(batch.loss_mask).float())
     if float(denom) == 0.0:
         return []
-    denom = denom / world_size()  # DDP and FSDP average over ranks
+    scale = float(world_size())  # DDP and FSDP average over ranks; the denominator already counts all of them
     parts = microbatches(batch.attention_mask.sum(1).cpu(), token_budget)
     if not parts:
         backward(anchor())
@@ -156,12 +156,8 @@ def accumulate_gradients(
             metrics.append(out.metrics)
             if objective.kl is not None:
                 assert part.ref_logprobs is not None
-                penalty = objective.kl(
-                    logprobs, part.ref_logprobs, part.loss_mask, denom=denom, reduction=reduction
-                )
+                penalty = objective.kl(logprobs, part.ref_logprobs, part.loss_mask, denom=denom, reduction=reduction)
                 loss = loss + penalty.loss
                 metrics.append(penalty.metrics)
-            backward(loss)
+            backward(loss * scale)
     return metrics
-
-

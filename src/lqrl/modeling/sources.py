@@ -10,8 +10,6 @@ from lqrl import assets
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSET_PREFIX = "asset:"
-
 
 def resolve_source(name: str) -> str:
     """What transformers' ``from_pretrained`` takes for ``name``.
@@ -22,8 +20,8 @@ def resolve_source(name: str) -> str:
     Raises:
         FileNotFoundError: for a path that does not exist, or is not a model directory.
     """
-    if name.startswith(ASSET_PREFIX):
-        return str(assets.path(name.removeprefix(ASSET_PREFIX)))
+    if name.startswith(assets.PREFIX):
+        return assets.resolve(name)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -31,7 +29,7 @@ def resolve_source(name: str) -> str:
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise FileNotFoundError(
-            f"model {name!r} is neither a directory nor a hub name (owner/name); use {ASSET_PREFIX}countdown_policy for the "
+            f"model {name!r} is neither a directory nor a hub name (owner/name); use {assets.PREFIX}countdown_policy for the "
             "policy that ships with lqrl"
         )
     return name

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ class RewardError(RuntimeError):
     """A reward raised, or returned something that cannot be a reward."""
 
 
-class RewardFn(Protocol):
+class RewardFn(ABC):
     """Scores the whole group of one prompt, so that rewards which compare completions fit too.
 
-    A class path in YAML names the class. Its ``__call__`` has these parameters; a reward that cannot judge a completion
+    A class path in YAML names a subclass. A reward that cannot judge a completion
     returns ``None`` in its place (not NaN, which is taken for a mistake).
     """
 
+    @abstractmethod
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardValues:
         """One number for each completion, in order."""
         ...

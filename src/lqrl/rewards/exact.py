@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
+from lqrl.rewards.base import RewardFn
 from lqrl.types import Completion, Prompt
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:/[0-9]{1,40})?")
@@ -23,7 +24,7 @@ class Checker(Protocol):
 
 
 @dataclass(frozen=True)
-class TaskReward:
+class TaskReward(RewardFn):
     """1 where the task's own checker accepts the completion, else 0.
 
     Attributes:
@@ -39,7 +40,7 @@ class TaskReward:
 
 
 @dataclass(frozen=True)
-class ExactAnswer:
+class ExactAnswer(RewardFn):
     r"""1 where the answer taken from the text equals the reference answer, else 0.
 
     Attributes:

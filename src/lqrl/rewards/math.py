@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lqrl.rewards.base import RewardFn
 from lqrl.rewards.exact import normalize_answer, reference_answer
 from lqrl.rewards.workers import WorkerPool
 from lqrl.types import Completion, Prompt
 
 
 @dataclass(frozen=True)
-class MathReward:
+class MathReward(RewardFn):
     r"""1 where the answer equals the reference as mathematics, else 0; ``None`` when the reference cannot be parsed.
 
     The answer is the content of the last ``\boxed{}`` in the text, or else the end of the text. Equal strings are not

@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lqrl.rewards.base import RewardFn
 from lqrl.types import Completion, Prompt
 
 
 @dataclass(frozen=True)
-class FormatReward:
+class FormatReward(RewardFn):
     r"""1 where the text has the wanted form, else 0.
 
     Attributes:
@@ -45,7 +46,7 @@ class FormatReward:
 
 
 @dataclass(frozen=True)
-class OverlongPenalty:
+class OverlongPenalty(RewardFn):
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in tokens.
 
     0 up to ``max_tokens - cache_tokens``, then linear down to ``-factor`` at ``max_tokens``, and ``-factor`` beyond.

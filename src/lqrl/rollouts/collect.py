@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lqrl.data.budget import RolloutBudget
 from lqrl.engines.base import RolloutEngine, StaleEngineError
 from lqrl.rewards.base import RewardSum
 from lqrl.rollouts.batching import pad_rollouts
@@ -17,14 +18,6 @@ from lqrl.types import Completion, Prompt, RolloutBatch, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 DrawMore = Callable[[int], "list[Prompt] | None"]
-
-
-class RolloutBudgetFn(Protocol):
-    """Completions of each prompt; see ``data.budget``."""
-
-    def __call__(self, prompt_ids: Sequence[int], beliefs: Sequence[float] | None) -> list[int]:
-        """One count a prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ def collect(
     reward: RewardSum,
     *,
     decode: Decode,
-    budget: RolloutBudgetFn,
+    budget: RolloutBudget,
     pad_token_id: int,
     seed: int,
     refill: Refill | None = None,
@@ -181,7 +174,7 @@ def _round(
     params: SamplingParams,
     reward: RewardSum,
     decode: Decode,
-    budget: RolloutBudgetFn,
+    budget: RolloutBudget,
     seed: int,
     seconds: dict[str, float],
 ) -> list[_Scored]:
