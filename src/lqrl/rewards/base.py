@@ -149,9 +149,9 @@ def _call(term: RewardTerm, prompt: Prompt, completions: Sequence[Completion]) -
 def _number(value: object, where: str, index: int) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"{where} returned {value!r} for completion {index}; return a number or None") from error
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise RewardError(
             f"{where} returned {number} for completion {index}; return a finite number, or None if it cannot be judged"
         )
