@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lqrl.engines.base import EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
+from lqrl.engines.base import EngineFactory, EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.slots import SlotCache
@@ -31,7 +31,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class TorchEngineFactory:
+class TorchEngineFactory(EngineFactory):
     """Options of the embedded engine.
 
     Attributes:
@@ -86,6 +86,11 @@ class TorchEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         """Tokens and seconds so far."""
         return self._stats
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the key/value cache."""
+        return self._cache.bytes
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
         """Draw completions; see `RolloutEngine.generate`.
