@@ -61,9 +61,10 @@ def test_other_prompts_drift_towards_the_uniform_prior() -> None:
     # 9 * .999 and .2 * .999
     torch.testing.assert_close(torch.stack([sampler.alpha[1], sampler.beta[1]]), f64(8.991, 0.1998))
     assert expected_information(sampler.alpha, sampler.beta)[1].item() == pytest.approx(0.014653, abs=5e-7)
-    for _ in range(20_000):
+    half_life = 693  # ln .5 / ln .999 = 692.8 iterations
+    for _ in range(half_life - 1):
         sampler.observe([IDS[0]], [1], [8])
-    assert sampler.beliefs([IDS[1]]).item() == pytest.approx(0.5, abs=1e-6)
+    assert sampler.alpha[1].item() == pytest.approx(4.5, rel=1e-3)
 
 
 def test_a_sequence_of_outcomes_has_the_worked_posteriors() -> None:
@@ -97,10 +98,10 @@ def test_selection_rates_match_the_worked_simulation() -> None:
     sampler.alpha[:] = f64(0, 1.02, 4.54, 8.991, 0)
     sampler.beta[:] = f64(0, 8.68, 5.06, 0.1998, 8)
     counts = torch.zeros(5)
-    for _ in range(4000):
+    for _ in range(1500):
         counts[sampler.draw(2)] += 1
-    # from 200k draws of the five posteriors above, best two of I; standard error here is .008
-    torch.testing.assert_close(counts / 4000, torch.tensor([0.418, 0.572, 0.762, 0.009, 0.239]), rtol=0, atol=0.035)
+    # from 200k draws of the five posteriors above, best two of I; the standard error here is .013 at most
+    torch.testing.assert_close(counts / 1500, torch.tensor([0.418, 0.572, 0.762, 0.009, 0.239]), rtol=0, atol=0.05)
 
 
 def test_vade_finds_more_mixed_groups_than_uniform_on_a_bandit() -> None:

@@ -41,7 +41,7 @@ def test_a_batch_is_cut_to_its_longest_row(tokenizer):
     batch = SFTDataset(ROWS, tokenizer)[[0, 2]]
     assert batch.input_ids.shape == (2, len("1 2=3:1+2") + 1)
     assert batch.attention_mask.sum(1).tolist() == [10, 6]
-    assert batch.input_ids[1, 6:].tolist() == [tokenizer.pad_token_id] * 4
+    assert batch.input_ids[1, 6:].tolist() == [0] * 4
 
 
 def test_logprobs_equal_those_of_transformers(tokenizer, module):

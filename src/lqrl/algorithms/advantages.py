@@ -120,7 +120,7 @@ class _Groups:
         size = total(scored.double())
         deviation = (rewards - (total(rewards) / size.clamp_min(1))[index]).masked_fill(~scored, 0)
         std = (total(deviation.square()) / (size - 1).clamp_min(1)).sqrt()
-        # Equality, not std == 0: the mean of three times 0.1 is not 0.1. A group without rewards is constant, too.
+        # Equality, not std == 0: no rounding to argue about. A group without rewards is constant, too.
         constant = extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin")
         fraction = constant.double().mean().item() if len(ids) else 0.0
         return cls(scored, size[index], deviation, std[index], constant[index], fraction)

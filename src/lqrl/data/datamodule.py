@@ -78,6 +78,7 @@ class PromptDataModule(L.LightningDataModule):
         self._loaded: dict[str, Any] | None = None
         self._before_draw: dict[str, Any] | None = None
         self._drawn: list[int] = []
+        self._awaits_outcomes = False
 
     # ---------------------------------------------------------------- set-up
 
@@ -141,12 +142,22 @@ class PromptDataModule(L.LightningDataModule):
 
     def _loader(self, prompts: PromptDataset, batches: Any) -> DataLoader[Prompt]:
         # num_workers=0: workers would draw ahead of the outcomes
-        return DataLoader(prompts, batch_sampler=batches, num_workers=0, collate_fn=PromptBatch)
+        return _PromptLoader(prompts, batch_sampler=batches, num_workers=0, collate_fn=PromptBatch)
 
     # ---------------------------------------------------------------- during an iteration
 
     def begin_iteration(self, indices: list[int], before: dict[str, Any]) -> list[int]:
-        """Note the draw of all ranks and the sampler's state before it; return this rank's slice."""
+        """Note the draw of all ranks and the sampler's state before it; return this rank's slice.
+
+        Raises:
+            RuntimeError: when the sampler learns from outcomes and was not told those of the last iteration.
+        """
+        if self._awaits_outcomes:
+            raise RuntimeError(
+                f"{type(self._fitted()[1]).__name__} never heard how the last iteration's prompts went; add "
+                "lqrl.callbacks.SamplerFeedback to trainer.callbacks, or use lqrl.data.Uniform"
+            )
+        self._awaits_outcomes = self._fitted()[1].needs_feedback
         self._drawn, self._before_draw = list(indices), before
         rank, world = shard()
         return indices[rank::world]
@@ -174,6 +185,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def observe(self, prompt_ids: Sequence[int], successes: Sequence[float], trials: Sequence[float]) -> None:
         """Give the outcomes of all ranks to the sampler; the same call on every rank."""
+        self._awaits_outcomes = False
         self._fitted()[1].observe(prompt_ids, successes, trials)
 
     def sampler_metrics(self) -> dict[str, float]:
@@ -242,6 +254,16 @@ class PromptDataModule(L.LightningDataModule):
             return False
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready > progress.processed  # type: ignore[attr-defined]
+
+
+class _PromptLoader(DataLoader[Prompt]):
+    """Says that it resumes (Lightning warns otherwise): its position is the sampler's, in the datamodule's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
 
 
 class _RankBatches:

@@ -10,14 +10,20 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 
 class PromptSampler(Protocol):
-    """Draws the prompts of each iteration."""
+    """Draws the prompts of each iteration.
+
+    Attributes:
+        needs_feedback: whether the draws depend on outcomes, so that an iteration without `observe` is a mistake.
+    """
+
+    needs_feedback: ClassVar[bool]
 
     def __len__(self) -> int:
         """Iterations an epoch."""
@@ -76,6 +82,8 @@ class SeededSampler(ABC):
     Raises:
         ValueError: when the batch is larger than the dataset, ids repeat, or a number is not positive.
     """
+
+    needs_feedback: ClassVar[bool] = False
 
     def __init__(self, ids: Sequence[int], *, batch_size: int, iterations: int, seed: int) -> None:
         if batch_size < 1 or iterations < 1:

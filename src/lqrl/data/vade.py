@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class VADESampler(SeededSampler):
     Attributes:
         alpha, beta: ``[N]`` float64 pseudo-counts of success and failure by dataset index; 0 is the uniform prior.
     """
+
+    needs_feedback: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from lqrl.engines.base import EngineSpec
-from lqrl.modeling.attention import AttentionContext
+from lqrl.engines.lean import LeanDecoder
+from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
 from lqrl.quant.prepare import convert_, pack_
+
+log = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -19,6 +24,7 @@ class Decoder:
         head: ``[V, H]`` weight of the output head as the head multiplies it: off CUDA a 16-bit weight is kept a
             second time in fp32, which the product would otherwise make in every step.
         shapes: heads and widths of each attention layer.
+        lean: the short cut through the layers that gives the same bits, or ``None``; chosen at the first refresh.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -27,12 +33,17 @@ class Decoder:
             convert_(self.model, spec.scheme)
             self.model.requires_grad_(False)
             self.model.eval()
-            self.shapes = [shape for _, shape in sorted(attention_shapes(self.model).items())]
+            self.shapes = attention_shapes(self.model)
             weight = output_weight(self.model)
             self.head = weight if weight.is_cuda or weight.dtype == torch.float32 else weight.float()
+        self.lean: LeanDecoder | None = None
+        self._max_positions = spec.max_model_len
+        self._chosen = False
 
     def __call__(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states ``[N, H]`` of ``tokens`` ``[N]`` at ``positions`` ``[N]``."""
+        if self.lean is not None:
+            return self.lean(tokens, positions, context)
         return run_decoder(self.model, tokens[None], positions[None], context)
 
     @property
@@ -47,3 +58,33 @@ class Decoder:
         weight = output_weight(self.model)
         if self.head is not weight:
             self.head.copy_(weight)
+        if not self._chosen:
+            self._choose()
+
+    def _choose(self) -> None:
+        """Take the fastest way through the layers that equals transformers' bit for bit on these weights."""
+        device = self.head.device
+        lengths = [n for n in (5, 1, 3) if n <= self._max_positions]
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        tokens = (torch.arange(len(positions), device=device) * 7919 + 1) % self.vocabulary
+
+        def run(decoder: LeanDecoder | None) -> Tensor:
+            self.lean = decoder
+            with torch.autocast(device.type, enabled=False):
+                return self(tokens, positions, PackedContext(lengths, device))
+
+        expected = run(None)
+        if not bool(expected.isfinite().all()):
+            return  # weights that compute nothing decide nothing
+        self._chosen, reason = True, "another result"
+        for fused_norms in (True, False):
+            try:
+                candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms)
+            except NotImplementedError as error:
+                reason = str(error)
+                break
+            if torch.equal(run(candidate), expected):
+                log.info("decoder layers run lean, norms %s", "fused" if fused_norms else "as transformers")
+                return
+        self.lean = None
+        log.info("decoder layers run as transformers has them: %s", reason)

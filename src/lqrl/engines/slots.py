@@ -66,12 +66,13 @@ class SlotCache:
         """Store ``[1, Hkv, N, D]`` keys and values at `rows`."""
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
             width = cache.shape[3]
-            cache.view(-1, width).index_copy_(0, rows, new.reshape(-1, width).to(cache.dtype))
+            # Models make [N, Hkv, D] and hand out a transposed view of it, so this reshape copies nothing.
+            cache.view(-1, width).index_copy_(0, rows, new[0].transpose(0, 1).reshape(-1, width))
 
     def rows(self, kv_heads: int, slots: Tensor, positions: Tensor) -> Tensor:
-        """Flat rows ``[Hkv * N]`` of the tokens at ``positions`` of ``slots``, both ``[N]`` int64."""
-        heads = torch.arange(kv_heads, device=slots.device)[:, None]
-        return ((slots * kv_heads + heads) * self.length + positions).flatten()
+        """Flat rows ``[N * Hkv]`` of the tokens at ``positions`` of ``slots``, both ``[N]`` int64."""
+        heads = torch.arange(kv_heads, device=slots.device)
+        return ((slots[:, None] * kv_heads + heads) * self.length + positions[:, None]).flatten()
 
     def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` to slots ``target`` (of equal number, disjoint)."""

@@ -79,7 +79,7 @@ class TorchEngine(RolloutEngine):
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
         self._asleep = False
-        self._cache = SlotCache(self.decoder.shapes, spec.dtype, spec.device)
+        self._cache = SlotCache([s for _, s in sorted(self.decoder.shapes.items())], spec.dtype, spec.device)
         self._stats = EngineStats()
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lqrl.algorithms.logprobs import chunked_logprobs
@@ -78,7 +78,7 @@ class SFTDataset(Dataset[SFTBatch]):
         flat = [t for p, a in zip(prompts, answers, strict=True) for t in (*p, *a, tokenizer.eos_token_id)]
         self.attention_mask = width < ends
         self.loss_mask = self.attention_mask & (width >= begins)
-        self.input_ids = torch.full((len(rows), length), tokenizer.pad_token_id or 0)
+        self.input_ids = torch.zeros(len(rows), length, dtype=torch.int64)  # padding is never computed
         self.input_ids[self.attention_mask] = torch.tensor(flat)
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class SFTModule(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
-        self.policy: nn.Module = policy
+        self.policy = policy
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
 
     def forward(self, batch: SFTBatch) -> Tensor:
@@ -129,9 +129,9 @@ class SFTModule(L.LightningModule):
         packed = pack(batch.input_ids, batch.attention_mask)
         # The hidden state before a token predicts it. A row's first token has none before it and is never learned.
         learned = batch.loss_mask.flatten()[packed.index[1:]] & (packed.position_ids[0, 1:] > 0)
-        hidden = hidden_states(self.policy, packed)[:-1][learned]  # type: ignore[arg-type]
+        hidden = hidden_states(self.policy, packed)[:-1][learned]
         targets = packed.input_ids[0, 1:][learned]
-        return chunked_logprobs(hidden, output_weight(self.policy), targets)  # type: ignore[arg-type]
+        return chunked_logprobs(hidden, output_weight(self.policy), targets)
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> Tensor:
         """Mean negative log-prob of the answer tokens."""

@@ -11,7 +11,7 @@ class PassAtK(Metric):
     """Mean over prompts of the chance that at least one of ``k`` completions succeeds.
 
     The unbiased estimator from ``c`` successes in ``n >= k`` trials, ``1 - C(n - c, k) / C(n, k)`` (Codex, arXiv
-    2107.03374, eq. 1), as the product of ``k`` factors in [0, 1]: no factorial, nothing to overflow.
+    2107.03374, eq. 1), as a product of ``k`` factors: no factorial, nothing to overflow.
 
     Args:
         k: completions that may be tried.
@@ -52,8 +52,8 @@ class PassAtK(Metric):
         if ((successes < 0) | (successes > trials)).any():
             raise ValueError("PassAtK.update: successes must be between 0 and trials")
         drawn = torch.arange(self.k, device=trials.device, dtype=torch.float64)
-        failures = (trials - successes)[:, None] - drawn
-        all_fail = (failures.clamp_min(0) / (trials[:, None] - drawn)).prod(1)
+        # The chance that draw j fails too, after j failures; one factor is 0 when there are fewer failures than draws.
+        all_fail = (((trials - successes)[:, None] - drawn) / (trials[:, None] - drawn)).prod(1)
         self.total += (1 - all_fail).sum()
         self.prompts += len(trials)
 

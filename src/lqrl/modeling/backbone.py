@@ -40,11 +40,13 @@ class Packed:
 
 
 class AttentionShape(NamedTuple):
-    """Key/value heads of a layer and the widths of a key and a value."""
+    """Key/value heads of a layer, the widths of a key and a value, the factor of the scores, and the window."""
 
     kv_heads: int
     key_width: int
     value_width: int
+    scaling: float
+    sliding_window: int | None
 
 
 def load_model(
@@ -178,7 +180,7 @@ class _Probe(AttentionContext):
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        self.shapes[layer_idx] = AttentionShape(k.shape[1], k.shape[3], v.shape[3])
+        self.shapes[layer_idx] = AttentionShape(k.shape[1], k.shape[3], v.shape[3], scaling, sliding_window)
         return PackedContext([2], q.device).attend(layer_idx, q, k, v, scaling, sliding_window)
 
 

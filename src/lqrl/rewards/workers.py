@@ -123,6 +123,9 @@ class WorkerPool:
         return results
 
     def _assign(self, requests: Sequence[dict[str, Any]], waiting: deque[int]) -> None:
+        for worker in [worker for worker in self._workers if worker.job is None]:
+            if worker.process.poll() is not None:  # it died while idle: no fault of the next request
+                self._drop(worker)
         idle = [worker for worker in self._workers if worker.job is None]
         while waiting and (idle or len(self._workers) < self.size):
             fresh = not idle
@@ -130,7 +133,7 @@ class WorkerPool:
             job = waiting.popleft()
             try:
                 worker.send(requests[job])
-            except OSError as error:  # it died while idle, which is no fault of this request
+            except OSError as error:
                 self._drop(worker)
                 if fresh:
                     raise WorkerStartError(
