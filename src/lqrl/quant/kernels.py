@@ -111,7 +111,8 @@ class TorchBackend(Int8Backend):
         rows = max(32, m + -m % 8) if x_codes.is_cuda else m  # cuBLAS wants more than 16
         if k % 8 or rows != m:
             x_codes = F.pad(x_codes, (0, -k % 8, 0, rows - m))
-        return torch._int_mm(x_codes.contiguous(), packed.t())[:m, :n]
+        product = torch._int_mm(x_codes.contiguous(), packed.t())  # pyright: ignore[reportPrivateImportUsage]
+        return product[:m, :n]
 
 
 class NativeBackend(Int8Backend):
