@@ -118,7 +118,7 @@ def test_trainer_gets_the_draws_of_the_sampler_and_every_validation_prompt_once(
     module = Recorder()
     seen = run(tmp_path, data, module=module, epochs=2)
     assert len(seen) == 6
-    assert len(set(sum(seen[:5], []))) == 20  # 5 * 4 prompts are one pass over 20
+    assert len({i for batch in seen[:5] for i in batch}) == 20  # 5 * 4 prompts are one pass over 20
     assert data.val_prompts is not None
     assert sorted(module.validated) == sorted(data.val_prompts.ids * 2)
 
@@ -235,7 +235,7 @@ def test_validation_prompts_are_split_without_repeats(total: int, chunk: int, wo
 def test_a_sampler_that_never_hears_of_outcomes_is_an_error(tokenizer: str) -> None:
     data = datamodule(tokenizer)
     data.setup("fit")
-    with pytest.raises(RuntimeError, match="VADESampler never heard .* add lqrl.callbacks.SamplerFeedback"):
+    with pytest.raises(RuntimeError, match=r"VADESampler never heard .* add lqrl\.callbacks\.SamplerFeedback"):
         list(data.train_dataloader())
 
 

@@ -43,7 +43,9 @@ def test_chat_template_gets_system_prompt_and_generation_prompt(tmp_path: Path) 
 
 def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}], "answer": "x"})
-    assert PromptDataset(PromptSource(rows, chat=True), character_tokenizer(chat=True))[0].text == "<user>hi\n<assistant>"
+    assert (
+        PromptDataset(PromptSource(rows, chat=True), character_tokenizer(chat=True))[0].text == "<user>hi\n<assistant>"
+    )
 
 
 def test_template_is_filled_from_the_columns(tmp_path: Path) -> None:

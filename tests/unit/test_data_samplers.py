@@ -72,9 +72,9 @@ def test_a_sequence_of_outcomes_has_the_worked_posteriors() -> None:
     seen = []
     for successes in (2, 3, 4, 8):
         sampler.observe([IDS[0]], [successes], [8])
-        seen.append([sampler.alpha[0].item(), sampler.beta[0].item()])
+        seen += [sampler.alpha[0].item(), sampler.beta[0].item()]
     # .2 * 2 + 3 = 3.4 and .2 * 6 + 5 = 6.2, and so on
-    torch.testing.assert_close(f64(*sum(seen, [])), f64(2, 6, 3.4, 6.2, 4.68, 5.24, 8.936, 1.048))
+    torch.testing.assert_close(f64(*seen), f64(2, 6, 3.4, 6.2, 4.68, 5.24, 8.936, 1.048))
 
 
 def test_evidence_settles_at_ten_pseudo_counts() -> None:
@@ -153,7 +153,8 @@ def test_uniform_sees_everything_once_an_epoch() -> None:
     sampler = Uniform()(IDS, batch_size=5, iterations=8, seed=0)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 8
-    first, second = sum(batches[:4], []), sum(batches[4:], [])
+    order = [index for batch in batches for index in batch]
+    first, second = order[:20], order[20:]
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
 

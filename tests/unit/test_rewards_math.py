@@ -102,7 +102,9 @@ def test_missing_reference_answer_says_what_to_set() -> None:
         score(MathReward(), None, "1")
 
 
-@pytest.mark.parametrize("option", ["workers", "timeout", "max_chars", "max_answer_chars", "memory_mb", "start_timeout"])
+@pytest.mark.parametrize(
+    "option", ["workers", "timeout", "max_chars", "max_answer_chars", "memory_mb", "start_timeout"]
+)
 def test_options_must_be_positive(option: str) -> None:
     with pytest.raises(ValueError, match=rf"MathReward\.{option} must be positive"):
         MathReward(**{option: 0})

@@ -213,6 +213,7 @@ class PromptDataModule(L.LightningDataModule):
             return
         self._loaded = dict(state_dict)
         self.restored = True
+        self._awaits_outcomes = False  # a saved state has heard of all its iterations, or repeats the last
         if self.sampler is not None:
             self._apply(self._loaded)
 
