@@ -8,7 +8,8 @@ import lightning as L
 import torch
 
 from lqrl.callbacks.run_folder import run_folder
-from lqrl.learner.module import PolicyModule, parse_dtype
+from lqrl.learner.module import PolicyModule
+from lqrl.modeling.precision import parse_dtype
 from lqrl.quant import QuantScheme
 
 

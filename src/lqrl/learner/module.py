@@ -23,29 +23,30 @@ from lqrl.algorithms import (
     PolicyLoss,
     TokenTIS,
 )
-from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import PromptDataModule
 from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, learner_state
+from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.learner.update import (
     Backward,
     Forward,
     NoSync,
     Objective,
-    accumulate_gradients,
     score,
     sum_ratios,
+    update_policy,
 )
 from lqrl.metrics import PassAtK
-from lqrl.modeling.backbone import hidden_states, load_model, output_weight, pack
+from lqrl.modeling.backbone import load_model
+from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
-from lqrl.quant import AlignedLinear, QuantScheme, export_weights, fold_, prepare_
+from lqrl.quant import QuantScheme, export_weights, fold_, prepare_
 from lqrl.rewards import RewardSum
-from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, minibatches, rollout_metrics, to_train_batch
+from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, to_train_batch
 from lqrl.rollouts.collect import DrawMore
-from lqrl.types import ClipRange, Prompt, PromptBatch, Ratio, SamplingParams, TrainBatch
+from lqrl.types import ClipRange, Prompt, PromptBatch, SamplingParams, TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class PolicyModule(L.LightningModule):
         swapped = prepare_(policy, self.scheme, export_dtype=self.compute_dtype) if self.learner_quantizes else []
         policy.train()
         self.policy = policy
-        self._scorer = [Scorer(policy, self.sampling.temperature)]
+        self._scorer = [Scorer(policy, self.sampling.temperature, self.compute_dtype)]
         log.info(
             "policy %s: %s parameters, scheme %s, %d aligned linears, %d linears scaled by UAQ",
             self.model_name, f"{sum(p.numel() for p in policy.parameters()):,}", self.scheme.name, len(swapped), folded,
@@ -175,7 +176,7 @@ class PolicyModule(L.LightningModule):
             self.full_engine = self.engine_factory(self.engine_spec(device, QuantScheme.preset("none")))
         if self.kl is not None:
             reference = load_model(resolve_source(self.model_name), dtype=self.compute_dtype).to(device).eval()
-            self._reference = [Scorer(reference.requires_grad_(False), self.sampling.temperature)]
+            self._reference = [Scorer(reference.requires_grad_(False), self.sampling.temperature, self.compute_dtype)]
 
     def engine_spec(self, device: torch.device, scheme: QuantScheme) -> EngineSpec:
         """What the engine factory is given."""
@@ -214,16 +215,7 @@ class PolicyModule(L.LightningModule):
         Returns:
             ``[B, T]`` float32 log-probs under the sampling temperature; column 0 and padding hold 0.
         """
-        if self.compute_dtype == self.master_dtype:
-            return self._scorer[0](input_ids, attention_mask)
-        # Compute with what is exported, not with the masters. Aligned layers round their own weight, once a step.
-        aligned = tuple(f"{n}." for n, m in self.policy.named_modules() if isinstance(m, AlignedLinear))
-        cast = {
-            f"policy.{n}": p.to(self.compute_dtype)
-            for n, p in self.policy.named_parameters()
-            if not n.startswith(aligned)
-        }
-        return torch.func.functional_call(self._scorer[0], cast, (input_ids, attention_mask))
+        return self._scorer[0].score(input_ids, attention_mask)
 
     # ---------------------------------------------------------------- one iteration
 
@@ -305,48 +297,21 @@ class PolicyModule(L.LightningModule):
         Returns:
             Metrics averaged over tokens, micro-batches, steps and ranks.
         """
-        collected: list[dict[str, Ratio]] = []
-        norms: list[Tensor] = []
-        skipped = 0
-        for epoch in range(self.num_epochs):
-            seed = derive_seed(self.seed, "minibatch", self.iteration, epoch)
-            for rows in minibatches(len(batch), self.num_minibatches, seed=seed):
-                optimizer.zero_grad(set_to_none=True)
-                metrics = accumulate_gradients(
-                    forward,
-                    batch.rows(rows),
-                    self.objective(),
-                    clip_range=self.clip_range,
-                    token_budget=self.token_budget,
-                    backward=backward,
-                    no_sync=no_sync,
-                    anchor=self._anchor,
-                )
-                collected += metrics
-                norm = self.clip_gradients_() if metrics else None
-                if norm is None or not bool(torch.isfinite(norm)):
-                    skipped += 1
-                    continue
-                norms.append(norm)
-                optimizer.step()
-        if skipped:
-            log.warning(
-                "iteration %d: %d optimizer steps skipped (no signal, or gradients not finite)", self.iteration, skipped
-            )
-        grad_norm = float(torch.stack(norms).mean()) if norms else 0.0
-        return {
-            **sum_ratios(collected, self.device),
-            "train/grad_norm": grad_norm,
-            "train/skipped_steps": float(skipped),
-            "train/rows": float(len(batch)),
-            "train/lr": float(optimizer.param_groups[0]["lr"]),
-        }
-
-    def clip_gradients_(self) -> Tensor:
-        """Clip to ``max_grad_norm``; returns the norm before."""
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        norm = nn.utils.clip_grad_norm_([p for p in self.policy.parameters() if p.grad is not None], limit)
-        return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+        return update_policy(
+            batch,
+            self.objective(),
+            forward=forward,
+            optimizer=optimizer,
+            backward=backward,
+            no_sync=no_sync,
+            parameters=list(self.policy.parameters()),
+            clip_range=self.clip_range,
+            token_budget=self.token_budget,
+            num_minibatches=self.num_minibatches,
+            num_epochs=self.num_epochs,
+            max_grad_norm=self.max_grad_norm,
+            seed=derive_seed(self.seed, "minibatch", self.iteration),
+        )
 
     def finish_iteration(self, rollouts: Rollouts) -> None:
         """The policy has changed: a new version, a new iteration."""
@@ -402,9 +367,6 @@ class PolicyModule(L.LightningModule):
             "speed/reward_seconds": rollouts.seconds["reward"],
         }
 
-    def _anchor(self) -> Tensor:
-        return sum((p.float().sum() * 0.0 for p in self.policy.parameters()), torch.zeros((), device=self.device))
-
     # ---------------------------------------------------------------- Lightning's hooks
 
     def configure_optimizers(self) -> Any:
@@ -425,42 +387,3 @@ class PolicyModule(L.LightningModule):
         if self.trainer.training and isinstance(data := self.trainer.datamodule, PromptDataModule):
             data.restore(checkpoint)  # Lightning finds its state only under the very same class name
         self.policy_version, self.iteration = state["policy_version"], state["iteration"]
-
-
-class Scorer(nn.Module):
-    """A policy seen as the log-probs of given tokens."""
-
-    def __init__(self, policy: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.policy, self.temperature = policy, temperature
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
-
-        The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
-        """
-        packed = pack(input_ids, attention_mask)
-        hidden = hidden_states(self.policy, packed)
-        continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
-        source = packed.index[:-1][continues]
-        values = chunked_logprobs(
-            hidden[:-1][continues],
-            output_weight(self.policy),
-            input_ids.flatten()[source + 1],
-            temperature=self.temperature,
-        )
-        return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
-
-
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """A dtype by its torch name.
-
-    Raises:
-        ValueError: for a name that is neither float32 nor bfloat16.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]

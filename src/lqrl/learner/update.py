@@ -7,16 +7,22 @@ Only ``forward`` goes through a wrapper such as DDP or FSDP2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
-from lqrl.rollouts.batching import microbatches
+from lqrl.learner.seeds import derive_seed
+from lqrl.rollouts.batching import microbatches, minibatches
 from lqrl.types import ClipRange, Ratio, TrainBatch
+
+log = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 Backward = Callable[[Tensor], None]
@@ -161,3 +167,66 @@ def accumulate_gradients(
                 metrics.append(penalty.metrics)
             backward(loss * scale)
     return metrics
+
+
+def update_policy(
+    batch: TrainBatch,
+    objective: Objective,
+    *,
+    forward: Forward,
+    optimizer: Any,
+    backward: Backward,
+    no_sync: NoSync,
+    parameters: Sequence[nn.Parameter],
+    clip_range: ClipRange,
+    token_budget: int,
+    num_minibatches: int,
+    num_epochs: int,
+    max_grad_norm: float | None,
+    seed: int,
+) -> dict[str, float]:
+    """All optimizer steps of one iteration: ``num_epochs`` passes over ``num_minibatches`` shuffled minibatches.
+
+    A step without a signal on any rank, or whose gradients are not finite, is skipped, counted and reported.
+
+    Returns:
+        Metrics averaged over tokens, micro-batches, steps and ranks.
+    """
+    device = parameters[0].device
+    collected: list[dict[str, Ratio]] = []
+    norms: list[Tensor] = []
+    for epoch in range(num_epochs):
+        for rows in minibatches(len(batch), num_minibatches, seed=derive_seed(seed, epoch)):
+            optimizer.zero_grad(set_to_none=True)
+            metrics = accumulate_gradients(
+                forward,
+                batch.rows(rows),
+                objective,
+                clip_range=clip_range,
+                token_budget=token_budget,
+                backward=backward,
+                no_sync=no_sync,
+                anchor=lambda: sum((p.float().sum() * 0.0 for p in parameters), torch.zeros((), device=device)),
+            )
+            collected += metrics
+            norm = clip_gradients_(parameters, max_grad_norm) if metrics else None
+            if norm is not None and bool(torch.isfinite(norm)):
+                norms.append(norm)
+                optimizer.step()
+    steps = num_epochs * num_minibatches
+    if len(norms) < steps:
+        log.warning("%d of %d optimizer steps skipped: no signal, or gradients not finite", steps - len(norms), steps)
+    return {
+        **sum_ratios(collected, device),
+        "train/grad_norm": float(torch.stack(norms).mean()) if norms else 0.0,
+        "train/skipped_steps": float(steps - len(norms)),
+        "train/rows": float(len(batch)),
+        "train/lr": float(optimizer.param_groups[0]["lr"]),
+    }
+
+
+def clip_gradients_(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Clip to a global norm, or only measure it with ``None``; returns the norm before."""
+    limit = float("inf") if max_norm is None else max_norm
+    norm = nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

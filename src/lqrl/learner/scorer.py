@@ -1,0 +1,48 @@
+"""A policy as the log-probs of given tokens: the one forward pass of the learner."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lqrl.algorithms.logprobs import chunked_logprobs
+from lqrl.modeling.backbone import hidden_states, output_weight, pack
+from lqrl.modeling.precision import cast_parameters
+
+
+class Scorer(nn.Module):
+    """Log-probs of tokens under a policy and a sampling temperature.
+
+    Args:
+        policy: loaded by `modeling.load_model`.
+        temperature: of the rollouts.
+        compute_dtype: dtype of the forward pass; parameters of another dtype are cast on the way in.
+    """
+
+    def __init__(self, policy: nn.Module, temperature: float, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.policy, self.temperature, self.compute_dtype = policy, temperature, compute_dtype
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
+
+        The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
+        """
+        packed = pack(input_ids, attention_mask)
+        hidden = hidden_states(self.policy, packed)
+        continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
+        source = packed.index[:-1][continues]
+        values = chunked_logprobs(
+            hidden[:-1][continues],
+            output_weight(self.policy),
+            input_ids.flatten()[source + 1],
+            temperature=self.temperature,
+        )
+        return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
+
+    def score(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`forward` in the compute dtype."""
+        if all(p.dtype == self.compute_dtype for p in self.policy.parameters()):
+            return self(input_ids, attention_mask)
+        cast = {f"policy.{n}": p for n, p in cast_parameters(self.policy, self.compute_dtype).items()}
+        return torch.func.functional_call(self, cast, (input_ids, attention_mask))

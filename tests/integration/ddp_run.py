@@ -1,0 +1,38 @@
+"""One rank of a short run under DDP on gloo; writes the trained weights and what was sampled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from runs import make_data, make_module, make_trainer
+
+from lqrl.learner import PolicyModule
+from lqrl.rollouts import Rollouts
+
+
+class Traced(PolicyModule):
+    """Keeps what this rank sampled: rows by (iteration, prompt, sample)."""
+
+    rows: dict[tuple[int, int, int], list[int]] = {}  # noqa: RUF012
+
+    def finish_iteration(self, rollouts: Rollouts) -> None:
+        for group in rollouts.groups:
+            for c in group:
+                self.rows[self.iteration, c.prompt_id, c.sample_index] = c.token_ids.tolist()
+        super().finish_iteration(rollouts)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, devices, tokens, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    resume = sys.argv[5] if len(sys.argv) > 5 else None
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = make_trainer(folder, epochs=epochs, devices=devices, strategy=strategy)
+    module = make_module(Traced, token_budget=tokens, num_minibatches=2)
+    trainer.fit(module, make_data(), ckpt_path=resume)
+    state = {n: t.detach() for n, t in module.state_dict().items()}
+    torch.save({"rows": module.rows, "weights": state}, folder / f"rank{trainer.global_rank}.pt")
