@@ -69,3 +69,13 @@ def test_every_shipped_method_has_a_row():
     rows = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     files = ("algorithms/advantages", "algorithms/correction", "algorithms/losses", "data/vade", "quant/scaling")
     assert not [name for name in files if f"`src/lqrl/{name}.py`" not in rows]
+
+
+def test_every_logged_name_is_explained():
+    explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    literal = re.compile(
+        r'"((?:acr|adv|clip|correction|kl|mismatch|policy|refresh|rollout|sampler|speed|tbpo|train)/\w+)"'
+    )
+    logged = {name for p in (ROOT / "src").rglob("*.py") for name in literal.findall(p.read_text(encoding="utf-8"))}
+    assert len(logged) > 30
+    assert not sorted(name for name in logged if f"`{name}`" not in explained)
