@@ -230,35 +230,40 @@ class Generation:
     # Decoding
 
     def _decode(self) -> None:
-        """A few steps of all running slots, then one look at who has ended."""
+        """Steps of all running slots, until one of them has ended."""
         sequences = [s for s in self._running if s is not None]
         made = [self._step - s.born + 1 for s in sequences]
         longest = max(len(s.group.prompt.input_ids) + n for s, n in zip(sequences, made, strict=True))
-        steps = min(self._host_interval, self._budget - max(made))
+        left = self._budget - max(made)
         last = self._last[:, : len(sequences)]
-        stops = []
-        for step in range(steps):
-            context = DecodeContext(self._cache, last[1], longest + step)
-            hidden = self._decoder(last[0], last[1], context)
-            drawn = self._draw(head_logits(hidden, self._decoder.head), last[2])
-            last[1:] += 1
-            last[0] = drawn.tokens
-            stops.append(self._is_stop[drawn.tokens])
-        self._step += steps
-        self._look(torch.stack(stops), made)
+        context = DecodeContext(self._cache, last[1], longest, self._cache.dtype)
+        while True:
+            stops = []
+            steps = min(self._host_interval, left)
+            for _ in range(steps):
+                hidden = self._decoder(last[0], last[1], context)
+                drawn = self._draw(head_logits(hidden, self._decoder.head), last[2])
+                last[0] = drawn.tokens
+                last[2] += 1
+                context.advance()
+                stops.append(self._is_stop[drawn.tokens])
+            self._step += steps
+            left -= steps
+            hits = stops[0] if steps == 1 else torch.stack(stops).any(0)
+            if left == 0 or bool(hits.any()):
+                self._end(torch.stack(stops).tolist())
+                return
 
-    def _look(self, stops: Tensor, made: list[int]) -> None:
+    def _end(self, stops: list[list[bool]]) -> None:
         """End the samples that drew a stop token in one of the last steps, and those whose budget is spent."""
-        steps = stops.shape[0]
-        ended = {}
-        if bool(stops.any()):
-            first = stops.int().argmax(0).tolist()
-            ended = {slot: first[slot] for slot, hit in enumerate(stops.any(0).tolist()) if hit}
-        for slot, before in enumerate(made):
-            if slot in ended:
-                self._finish(slot, before + ended[slot] + 1, True)
-            elif before + steps == self._budget:
-                self._finish(slot, self._budget, False)
+        for slot, drawn in enumerate(zip(*stops, strict=True)):
+            sequence = self._running[slot]
+            assert sequence is not None
+            made = self._step - sequence.born + 1
+            if any(drawn):
+                self._finish(slot, made - len(drawn) + drawn.index(True) + 1, True)
+            elif made == self._budget:
+                self._finish(slot, made, False)
 
     def _draw(self, logits: Tensor, at: Tensor) -> Sampled:
         """Sample, and store the results at flat places ``at`` ``[R]``."""

@@ -58,14 +58,10 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return bits.double() * 2.0**-53
 
 
-def _pick(weights: Tensor, target: Tensor) -> Tensor:
-    """First column whose cumulative weight exceeds ``target`` ``[R]``; never one of weight 0."""
-    cumulative = weights.cumsum(1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # Rounding may put the target at the total; the largest number below it belongs to the last positive weight.
-    inside = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    column = torch.searchsorted(cumulative, inside[:, None], right=True).squeeze(1)
-    return column.clamp_max_(weights.shape[1] - 1)  # NaN weights; the engine reports their log-probs
+def _pick(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First column of ``cumulative`` ``[R, K]`` above ``target`` ``[R]``, itself below the last; it has weight."""
+    column = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return column.clamp_max_(cumulative.shape[1] - 1)  # NaN weights; the engine reports their log-probs
 
 
 def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +78,9 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
     width = weights.shape[1]
     if width <= 2 * _BLOCK:
-        total = weights.sum(1, dtype=torch.float64)
-        return _pick(weights, uniform * total), total
+        cumulative = weights.cumsum(1, dtype=torch.float64)
+        total = cumulative[:, -1]
+        return _pick(cumulative, uniform * total), total  # u <= 1 - 2**-53, so u * total rounds to less than the total
     whole = width // _BLOCK
     sums = weights[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(2)
     if width % _BLOCK:
@@ -91,11 +88,14 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     cumulative = sums.cumsum(1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = uniform * total
-    block = _pick(sums, target)
-    before = cumulative.gather(1, block[:, None]).squeeze(1) - sums.gather(1, block[:, None]).squeeze(1)
-    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    block = _pick(cumulative, target)[:, None]
+    before = (cumulative.gather(1, block) - sums.gather(1, block)).squeeze(1)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inner = weights.gather(1, columns.clamp_max(width - 1)).masked_fill_(columns >= width, 0)
-    return block * _BLOCK + _pick(inner, (target - before).clamp_min_(0)), total
+    inner = inner.cumsum(1, dtype=torch.float64)
+    # The block's sum was rounded to fp32: the rest may lie above its float64 sum, or below 0.
+    rest = torch.minimum((target - before).clamp_min_(0), torch.nextafter(inner[:, -1], torch.zeros_like(total)))
+    return block.squeeze(1) * _BLOCK + _pick(inner, rest), total
 
 
 def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
@@ -114,10 +114,12 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sa
         logits = logits / params.temperature
     if params.truncates:
         return _sample_truncated(logits, _given(uniform), params)
-    largest, best = logits.max(1, keepdim=True)
-    weights = torch.sub(logits, largest).exp_()
     if params.temperature == 0:
-        return Sampled(best.squeeze(1), -weights.sum(1, dtype=torch.float64).log().float(), None)
+        largest, best = logits.max(1, keepdim=True)
+        total = torch.sub(logits, largest).exp_().sum(1, dtype=torch.float64)
+        return Sampled(best.squeeze(1), -total.log().float(), None)
+    largest = logits.amax(1, keepdim=True)  # several times faster than max, which also looks for the place
+    weights = torch.sub(logits, largest).exp_()
     tokens, total = draw(weights, _given(uniform))
     chosen = logits.gather(1, tokens[:, None]) - largest
     return Sampled(tokens, chosen.squeeze(1) - total.log().float(), None)

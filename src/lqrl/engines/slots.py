@@ -118,17 +118,29 @@ class DecodeContext(AttentionContext):
 
     Args:
         cache: keys and values.
-        positions: ``[R]`` int64, where each new token goes.
-        length: more than any position; keys beyond are not read.
+        positions: ``[R]`` int64, where each new token goes; `advance` moves them on, in place.
+        length: one more than the largest position.
+        dtype: of the queries.
     """
 
-    def __init__(self, cache: SlotCache, positions: Tensor, length: int) -> None:
+    def __init__(self, cache: SlotCache, positions: Tensor, length: int, dtype: torch.dtype) -> None:
         self._cache = cache
         self._positions = positions
         self._length = length
+        self._dtype = dtype
         self._slots = torch.arange(positions.shape[0], device=positions.device)
         self._rows: dict[int, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
+        self._open = live_bias(positions, cache.length, dtype)
+
+    def advance(self) -> None:
+        """Go to the next token of every slot."""
+        self._length += 1
+        self._positions += 1
+        for rows in self._rows.values():
+            rows += 1
+        self._bias.clear()
+        self._open.view(-1, self._cache.length).scatter_(1, self._positions[:, None], 0)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
@@ -138,8 +150,13 @@ class DecodeContext(AttentionContext):
         if heads not in self._rows:
             self._rows[heads] = self._cache.rows(heads, self._slots, self._positions)
         if sliding_window not in self._bias:
-            self._bias[sliding_window] = live_bias(self._positions, self._length, q.dtype, sliding_window)
+            self._bias[sliding_window] = self._make_bias(sliding_window)
         self._cache.write(layer_idx, self._rows[heads], k, v)
         live = self._cache.keys[layer_idx], self._cache.values[layer_idx]
         keys, values = (x[: self._slots.shape[0], :, : self._length] for x in live)
         return decode_attention(q[0].transpose(0, 1), keys, values, self._bias[sliding_window], scaling)[None]
+
+    def _make_bias(self, window: int | None) -> Tensor:
+        if window is None or window >= self._length:
+            return self._open[..., : self._length]
+        return live_bias(self._positions, self._length, self._dtype, window)

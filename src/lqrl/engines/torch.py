@@ -109,7 +109,8 @@ class TorchEngine(RolloutEngine):
         self._check(prompts, params)
         stops = () if params.ignore_eos else self.spec.eos_token_ids
         slots, started = self._slots(prompts, params), time.perf_counter()
-        with torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
+        # Lightning validates in inference mode; a cache made there could never be written again outside it.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
             generation = Generation(
                 self.decoder,
                 self._cache,
