@@ -55,8 +55,17 @@ def policy(family: str) -> PreTrainedModel:
     return load_model(CONFIGS[family], dtype=torch.float32, seed=0).eval()
 
 
-def engine(family: str = "qwen3", scheme: QuantScheme = NONE, eos: tuple[int, ...] = (), **options: int) -> TorchEngine:
-    spec = EngineSpec(CONFIGS[family], scheme, torch.float32, torch.device("cpu"), 64, eos)
+CPU = torch.device("cpu")
+
+
+def engine(
+    family: str = "qwen3",
+    scheme: QuantScheme = NONE,
+    eos: tuple[int, ...] = (),
+    device: torch.device = CPU,
+    **options: int,
+) -> TorchEngine:
+    spec = EngineSpec(CONFIGS[family], scheme, torch.float32, device, 64, eos)
     built = TorchEngineFactory(**options)(spec)
     built.update_weights(export_weights(policy(family), scheme, export_dtype=torch.float32), policy_version=5)
     return built
@@ -73,9 +82,9 @@ def same(a: Completion, b: Completion) -> bool:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_logprobs_equal_transformers_forward(family: str) -> None:
+def test_logprobs_equal_transformers_forward(family: str, device: torch.device) -> None:
     other = transformers_model(family)
-    groups = engine(family, max_num_seqs=5, max_num_batched_tokens=9).generate(
+    groups = engine(family, device=device, max_num_seqs=5, max_num_batched_tokens=9).generate(
         PROMPTS, SamplingParams(n=COUNTS, max_tokens=9, temperature=0.8), seed=1
     )
     assert [len(g) for g in groups] == list(COUNTS)
@@ -106,10 +115,12 @@ def test_greedy_equals_transformers_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", [NONE, INT8], ids=lambda s: s.name)
-def test_a_sample_does_not_depend_on_company_order_slots_or_chunks(scheme: QuantScheme) -> None:
+def test_a_sample_does_not_depend_on_company_order_slots_or_chunks(scheme: QuantScheme, device: torch.device) -> None:
     params = SamplingParams(n=(8, 9, 6, 7), max_tokens=12)
-    alone = engine(scheme=scheme, eos=(3, 4))
-    crowded = engine(scheme=scheme, eos=(3, 4), max_num_seqs=7, max_num_batched_tokens=6, host_interval=5)
+    alone = engine(scheme=scheme, device=device, eos=(3, 4))
+    crowded = engine(
+        scheme=scheme, device=device, eos=(3, 4), max_num_seqs=7, max_num_batched_tokens=6, host_interval=5
+    )
     groups = crowded.generate(PROMPTS, params, seed=9)
     assert len({c.token_ids.numel() for g in groups for c in g}) > 3  # they do end at different steps
     backwards = crowded.generate(PROMPTS[::-1], replace(params, n=(7, 6, 9, 8)), seed=9)[::-1]

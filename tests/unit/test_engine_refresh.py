@@ -33,6 +33,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+CPU = torch.device("cpu")
 CONFIG = Qwen2Config(**SIZES)
 NONE, INT8 = QuantScheme.preset("none"), QuantScheme.preset("int8_w8a8")
 SCHEMES = pytest.mark.parametrize("scheme", [NONE, INT8], ids=lambda s: s.name)
@@ -48,8 +49,8 @@ def stream(seed: int = 0, scheme: QuantScheme = INT8) -> Stream:
     return list(export_weights(policy(seed), scheme, export_dtype=torch.float32))
 
 
-def empty_engine(scheme: QuantScheme = INT8) -> TorchEngine:
-    return TorchEngineFactory()(EngineSpec(CONFIG, scheme, torch.float32, torch.device("cpu"), 64, ()))
+def empty_engine(scheme: QuantScheme = INT8, device: torch.device = CPU) -> TorchEngine:
+    return TorchEngineFactory()(EngineSpec(CONFIG, scheme, torch.float32, device, 64, ()))
 
 
 @SCHEMES
@@ -63,8 +64,8 @@ def test_every_element_is_written_once(scheme: QuantScheme) -> None:
 
 
 @SCHEMES
-def test_storage_does_not_move(scheme: QuantScheme) -> None:
-    engine = empty_engine(scheme)
+def test_storage_does_not_move(scheme: QuantScheme, device: torch.device) -> None:
+    engine = empty_engine(scheme, device)
     before = addresses(engine.decoder.model)
     engine.update_weights(stream(0, scheme), policy_version=0)
     engine.update_weights(stream(1, scheme), policy_version=1)
@@ -72,8 +73,8 @@ def test_storage_does_not_move(scheme: QuantScheme) -> None:
 
 
 @SCHEMES
-def test_digests_follow_the_weights_there_and_back(scheme: QuantScheme) -> None:
-    engine = empty_engine(scheme)
+def test_digests_follow_the_weights_there_and_back(scheme: QuantScheme, device: torch.device) -> None:
+    engine = empty_engine(scheme, device)
     a, b = stream(0, scheme), stream(1, scheme)
     first, again, other, back = (engine.update_weights(w, policy_version=i) for i, w in enumerate((a, a, b, a)))
     assert first.digest == again.digest == back.digest != other.digest
@@ -81,7 +82,7 @@ def test_digests_follow_the_weights_there_and_back(scheme: QuantScheme) -> None:
     # biases of zero and norms of one are equal in both policies
     assert 0.5 < other.elements_changed_fraction < 1
     assert (other.codes_changed_fraction > 0.9) == scheme.quantizes
-    other_engine = empty_engine(scheme)
+    other_engine = empty_engine(scheme, device)
     assert other_engine.update_weights(b, policy_version=0).digest == other.digest
 
 
