@@ -26,17 +26,20 @@ class LqrlCLI(LightningCLI):
     def after_fit(self) -> None:
         """Say where the run's files are and what to do next."""
         folder, checkpoints = run_folder(self.trainer), checkpoint_folder(self.trainer)
-        exported = next((c.target(self.trainer) for c in self.trainer.callbacks if isinstance(c, HFExport)), None)
+        exported = next(
+            (c.target(self.trainer) for c in vars(self.trainer)["callbacks"] if isinstance(c, HFExport)), None
+        )
         saved = sorted(checkpoints.glob("*.ckpt"), key=lambda p: p.stat().st_mtime) if checkpoints.is_dir() else []
         print(f"\nRun folder: {folder} (config.yaml, metrics.csv, rollouts.jsonl, checkpoints/)")
         if exported is not None:
-            print(f"Trained policy: {exported} (transformers format; train on from it with --model.init_args.model {exported})")
+            print(f"Trained policy: {exported} (transformers format; train on with --model.init_args.model {exported})")
         if saved:
-            print(f"Next: train longer with  lqrl fit --config {folder}/config.yaml --ckpt_path {saved[-1]} --trainer.max_epochs N")
+            resume = f"lqrl fit --config {folder}/config.yaml --ckpt_path {saved[-1]}"
+            print(f"Next: train longer with\n  {resume} --trainer.max_epochs {2 * self.trainer.current_epoch}")
 
 
-def main(args: ArgsType = None) -> LightningCLI:
-    """The ``lqrl`` command; ``args`` replaces the command line (a list of words or a dict)."""
+def run(args: ArgsType = None) -> LightningCLI:
+    """Run one command; ``args`` replaces the command line (a list of words or a dict)."""
     defaults: dict[str, Any] = {"callbacks": [InterruptCheckpoint()]}
     return LqrlCLI(
         PolicyModule,
@@ -48,6 +51,11 @@ def main(args: ArgsType = None) -> LightningCLI:
         save_config_kwargs={"overwrite": True},
         args=args,
     )
+
+
+def main() -> None:
+    """The ``lqrl`` command."""
+    run()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def fit(
     module.draw_more = data.refill
     forward, optimizer = fabric.setup(module, module.optimizer(module.policy.parameters()))
     module.build_engines(fabric.device)
-    scheduler = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
+    scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
     if checkpoint is not None and Path(checkpoint).exists():
         _load(fabric, Path(checkpoint), module, data, optimizer, scheduler)
     refresh_engines(module, stages)

@@ -100,7 +100,7 @@ class SamplingParams:
         if any(n < 1 for n in counts):
             raise ValueError(f"SamplingParams.n must be at least 1, got {self.n}")
         if self.temperature < 0:
-            raise ValueError(f"SamplingParams.temperature must be >= 0, got {self.temperature}; use 0 for greedy decoding")
+            raise ValueError(f"SamplingParams.temperature must be >= 0, got {self.temperature}; use 0 for greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p must be in (0, 1], got {self.top_p}; use 1 to keep every token")
         if self.top_k < 0:
@@ -156,7 +156,7 @@ class Ratio(NamedTuple):
     """A mean that is still a sum and a count, so that micro-batches and ranks add up exactly."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - a tuple's count() is never wanted here
 
     def __add__(self, other: object) -> Ratio:
         if not isinstance(other, Ratio):
@@ -329,5 +329,3 @@ class RefreshReport:
     codes_changed_fraction: float
     seconds: float
     digest: str
-
-

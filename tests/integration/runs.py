@@ -52,7 +52,11 @@ def make_data(cls: type[PromptDataModule] = PromptDataModule, **options: Any) ->
 
 def make_trainer(folder: Path, *, epochs: int, callbacks: list[L.Callback] | None = None, **options: Any) -> L.Trainer:
     checkpoint = ModelCheckpoint(
-        dirpath=folder, filename="epoch{epoch}", auto_insert_metric_name=False, save_on_train_epoch_end=False, save_top_k=-1
+        dirpath=folder,
+        filename="epoch{epoch}",
+        auto_insert_metric_name=False,
+        save_on_train_epoch_end=False,
+        save_top_k=-1,
     )
     settings: dict[str, Any] = {
         "accelerator": "cpu",

@@ -11,7 +11,7 @@ from runs import make_data, make_module, make_trainer
 
 from lqrl.algorithms import NoCorrection, TBPOLoss
 from lqrl.callbacks import EngineRefresh, MismatchError, MismatchGuard, SamplerFeedback
-from lqrl.cli import main
+from lqrl.cli import run as command
 from lqrl.data import PromptSource, Sort, UniformBudget
 from lqrl.engines import RefreshError, StaleEngineError
 from lqrl.rewards import RewardError, RewardFn, RewardSum, RewardTerm
@@ -172,5 +172,5 @@ def test_a_model_that_is_nowhere_is_named(tmp_path):
 )
 def test_the_command_line_refuses_what_it_does_not_know(capsys, argument, message):
     with pytest.raises((SystemExit, ValueError)) as error:
-        main(["fit", "--config", "configs/quickstart.yaml", argument])
+        command(["fit", "--config", "configs/quickstart.yaml", argument])
     assert message in capsys.readouterr().err + str(error.value)

@@ -20,7 +20,8 @@ class ClipRangeScheduler(L.Callback):
     the share of truncated tokens down at the price of variance. The schedule itself is lqrl's own; the paper keeps
     both constant.
 
-    A function of the iteration alone, so a resumed run needs no state. Logged: ``clip/low``, ``clip/high``, ``acr/cap``.
+    A function of the iteration alone, so a resumed run needs no state. Logged: ``clip/low``, ``clip/high`` and
+    ``acr/cap``.
 
     Args:
         start, end: clip ranges before the first iteration and from ``iterations`` on; ``dual`` is not interpolated and

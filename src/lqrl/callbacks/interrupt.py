@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptCheckpoint(Checkpoint):
-    """On the first Ctrl-C or SIGTERM finish the iteration, save ``interrupted.ckpt`` and stop; on the second stop at once.
+    """First Ctrl-C or SIGTERM: finish the iteration, save ``interrupted.ckpt``, stop. Second: stop at once.
 
     An iteration is saved whole: a checkpoint in the middle of one would have drawn prompts that were never learned.
     (A `Checkpoint` by class so that Lightning runs it after all other callbacks of the iteration.)

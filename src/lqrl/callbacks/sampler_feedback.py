@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 
-from lqrl.data import PromptDataModule
+from lqrl.data.datamodule import prompt_data
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.update import world_size
 
@@ -26,9 +26,7 @@ class SamplerFeedback(L.Callback):
         assert isinstance(pl_module, PolicyModule)
         assert pl_module.last_rollouts is not None
         outcomes = gather_outcomes(pl_module.last_rollouts.outcomes)
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(datamodule, PromptDataModule):
-            raise TypeError(f"SamplerFeedback needs a PromptDataModule, the trainer has {type(datamodule).__name__}")
+        datamodule = prompt_data(trainer)
         datamodule.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
         pl_module.log_dict(datamodule.sampler_metrics(), batch_size=1)
 

@@ -287,6 +287,18 @@ class _RankBatches:
             yield self.data.begin_iteration(indices, before)
 
 
+def prompt_data(trainer: L.Trainer) -> PromptDataModule:
+    """The trainer's datamodule.
+
+    Raises:
+        TypeError: when it has none, or one of another kind.
+    """
+    data = vars(trainer).get("datamodule")  # Lightning sets the attribute only when there is one
+    if not isinstance(data, PromptDataModule):
+        raise TypeError(f"the trainer needs a lqrl.data.PromptDataModule, it has {type(data).__name__}")
+    return data
+
+
 def shard() -> tuple[int, int]:
     """This process's rank and the number of processes."""
     if dist.is_available() and dist.is_initialized():

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -24,7 +24,7 @@ from lqrl.algorithms import (
     TokenTIS,
 )
 from lqrl.data.budget import RolloutBudget, UniformBudget
-from lqrl.data.datamodule import PromptDataModule
+from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, learner_state
 from lqrl.learner.scorer import Scorer
@@ -48,6 +48,9 @@ from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metric
 from lqrl.rollouts.collect import DrawMore
 from lqrl.types import ClipRange, Prompt, PromptBatch, SamplingParams, TrainBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +64,8 @@ class PolicyModule(L.LightningModule):
         reward: what is rewarded, term by term.
         engine: builds the rollout engine.
         scheme: low-bit format that engine and learner share, by preset name or as a value; ``none`` is full precision.
-        aligned: the learner's forward computes with the engine's low-bit numbers (QaRL); ``false`` keeps it in ``dtype``.
+        aligned: the learner's forward computes with the engine's low-bit numbers (QaRL); ``false`` leaves it in full
+            precision.
         dtype: compute and export dtype; ``master_dtype`` is that of the parameters and the optimizer.
         master_dtype: see ``dtype``.
         advantage, correction, loss, kl: the algorithm; each a value, each usable with every other.
@@ -71,8 +75,8 @@ class PolicyModule(L.LightningModule):
         refill: DAPO's dynamic sampling, off by default.
         optimizer, lr_scheduler: as callables of the parameters and of the optimizer; the schedule counts iterations.
         max_grad_norm: clip gradients to this global norm; ``None`` does not.
-        num_minibatches, num_epochs: optimizer steps an iteration is ``num_minibatches * num_epochs``; 1 * 1 is on-policy
-            and saves the proximal pass.
+        num_minibatches, num_epochs: an iteration has ``num_minibatches * num_epochs`` optimizer steps; a single one is
+            on-policy and saves the proximal pass.
         token_budget: most real tokens of one forward and backward pass.
         uaq_scale: UAQ's invariant scaling (QuRL), folded once after loading; 1 is off, the paper uses 1.5.
         max_staleness: how many versions the engine may lag.
@@ -80,6 +84,10 @@ class PolicyModule(L.LightningModule):
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
         seed: of rollouts and shuffles.
     """
+
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: RolloutEngine
 
     def __init__(
         self,
@@ -119,23 +127,14 @@ class PolicyModule(L.LightningModule):
         self.advantage, self.correction, self.loss, self.kl = advantage, correction, loss, kl
         self.clip_range, self.sampling, self.budget, self.refill = clip_range, sampling, budget, refill
         self.optimizer, self.lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
-        if num_minibatches < 1 or num_epochs < 1 or token_budget < 1 or val_samples < 1:
-            raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
-        if loss.corrects_mismatch and not isinstance(correction, NoCorrection):
-            raise ValueError(
-                f"{type(loss).__name__} weighs the rollout mismatch itself: set correction to lqrl.algorithms.NoCorrection, "
-                f"not {type(correction).__name__}, or every token is weighed twice"
-            )
         self.num_minibatches, self.num_epochs, self.token_budget = num_minibatches, num_epochs, token_budget
         self.uaq_scale, self.max_staleness = uaq_scale, max_staleness
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
         self.seed = seed
-        self.policy_version = 0
-        self.iteration = 0
+        self._check_options()
+        self.policy_version, self.iteration = 0, 0
         self.last_rollouts: Rollouts | None = None
-        self.policy: nn.Module | None = None
         self.draw_more: DrawMore | None = None
-        self.engine: RolloutEngine | None = None
         self.full_engine: RolloutEngine | None = None
         self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict
         self._reference: list[Scorer] = []
@@ -143,11 +142,20 @@ class PolicyModule(L.LightningModule):
             {f"{kind}_{k}": PassAtK(k) for kind in ("val", "val_full") for k in sorted({1, val_samples})}
         )
 
+    def _check_options(self) -> None:
+        if min(self.num_minibatches, self.num_epochs, self.token_budget, self.val_samples) < 1:
+            raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
+        if self.loss.corrects_mismatch and not isinstance(self.correction, NoCorrection):
+            raise ValueError(
+                f"{type(self.loss).__name__} weighs the rollout mismatch itself: set correction to "
+                f"lqrl.algorithms.NoCorrection, not {type(self.correction).__name__}, or every token is weighed twice"
+            )
+
     # ---------------------------------------------------------------- building
 
     def configure_model(self) -> None:
         """Load the policy, fold UAQ, swap the linears; once."""
-        if self.policy is not None:
+        if self._scorer:
             return
         policy = load_model(resolve_source(self.model_name), dtype=self.master_dtype)
         self.tokenizer = load_tokenizer(self.model_name)
@@ -169,13 +177,13 @@ class PolicyModule(L.LightningModule):
     def build_engines(self, device: torch.device) -> None:
         """Build the rollout engine, the full-precision one if validation asks for it, and the reference policy."""
         self.configure_model()
-        if self.engine is not None:
+        if "engine" in vars(self):
             return
         self.engine = self.engine_factory(self.engine_spec(device, self.scheme))
         if self.validate_full_precision:
             self.full_engine = self.engine_factory(self.engine_spec(device, QuantScheme.preset("none")))
         if self.kl is not None:
-            reference = load_model(resolve_source(self.model_name), dtype=self.compute_dtype).to(device).eval()
+            reference = load_model(resolve_source(self.model_name), dtype=self.compute_dtype, device=device).eval()
             self._reference = [Scorer(reference.requires_grad_(False), self.sampling.temperature, self.compute_dtype)]
 
     def engine_spec(self, device: torch.device, scheme: QuantScheme) -> EngineSpec:
@@ -193,15 +201,15 @@ class PolicyModule(L.LightningModule):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
-        declared = self.policy.generation_config.eos_token_id
+        declared: Any = self.policy.generation_config.eos_token_id
         ids = [declared] if isinstance(declared, int) else list(declared or [])
-        return tuple(dict.fromkeys([*ids, self.tokenizer.eos_token_id]))
+        return tuple(dict.fromkeys([*ids, cast(int, self.tokenizer.eos_token_id)]))
 
     def setup(self, stage: str) -> None:
         """Build what needs the device (Lightning hook)."""
         self.build_engines(self.trainer.strategy.root_device)
         if self.refill is not None:
-            self.draw_more = self.trainer.datamodule.refill
+            self.draw_more = prompt_data(self.trainer).refill
 
     # ---------------------------------------------------------------- forward
 
@@ -234,7 +242,8 @@ class PolicyModule(L.LightningModule):
             no_sync=sync or contextlib.nullcontext,
         )
         self.finish_iteration(rollouts)
-        if (scheduler := self.lr_schedulers()) is not None:
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:
             scheduler.step()
         metrics = {**sum_ratios([rollout_metrics(rollouts)], self.device), **credit, **learned, **self.speed(rollouts)}
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(batch))
@@ -338,7 +347,7 @@ class PolicyModule(L.LightningModule):
         successes = torch.tensor([s for _, s, _ in rollouts.outcomes], device=self.device)
         trials = torch.tensor([t for _, _, t in rollouts.outcomes], device=self.device)
         for k in sorted({1, self.val_samples}):
-            metric = self.pass_at[f"{kind}_{k}"]
+            metric = cast(PassAtK, self.pass_at[f"{kind}_{k}"])
             metric.update(successes, trials)
             self.log(f"{kind}/pass@{k}", metric, prog_bar=kind == "val", batch_size=len(batch))
 
@@ -346,13 +355,13 @@ class PolicyModule(L.LightningModule):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens to text, special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     @property
     def pad_token_id(self) -> int:
         """Fills padded columns; they are never computed."""
         pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else self.eos_token_ids[0])
+        return pad if isinstance(pad, int) else self.eos_token_ids[0]
 
     def exported_weights(self, scheme: QuantScheme | None = None) -> Any:
         """The named tensors that an engine of ``scheme`` (the module's own by default) loads."""
@@ -384,6 +393,6 @@ class PolicyModule(L.LightningModule):
         """Refuse a checkpoint of another model or format, then restore version and iteration."""
         self.configure_model()
         state = check_same_model(self, checkpoint)
-        if self.trainer.training and isinstance(data := self.trainer.datamodule, PromptDataModule):
-            data.restore(checkpoint)  # Lightning finds its state only under the very same class name
+        if self.trainer.training:  # Lightning finds a datamodule's state only under the very same class name
+            prompt_data(self.trainer).restore(checkpoint)
         self.policy_version, self.iteration = state["policy_version"], state["iteration"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.modeling.backbone import hidden_states, output_weight, pack
 from lqrl.modeling.precision import cast_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Scorer(nn.Module):
@@ -19,7 +24,7 @@ class Scorer(nn.Module):
         compute_dtype: dtype of the forward pass; parameters of another dtype are cast on the way in.
     """
 
-    def __init__(self, policy: nn.Module, temperature: float, compute_dtype: torch.dtype) -> None:
+    def __init__(self, policy: PreTrainedModel, temperature: float, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.policy, self.temperature, self.compute_dtype = policy, temperature, compute_dtype
 

@@ -29,8 +29,8 @@ def resolve_source(name: str) -> str:
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise FileNotFoundError(
-            f"model {name!r} is neither a directory nor a hub name (owner/name); use {assets.PREFIX}countdown_policy for the "
-            "policy that ships with lqrl"
+            f"model {name!r} is neither a directory nor a hub name (owner/name); "
+            f"use {assets.PREFIX}countdown_policy for the policy that ships with lqrl"
         )
     return name
 

@@ -54,7 +54,8 @@ class ScriptedEngine(RolloutEngine):
         """Count the tensors and take the version."""
         tensors = list(weights)
         self.policy_version = policy_version
-        return RefreshReport(policy_version, len(tensors), sum(t.numel() for _, t in tensors), 1.0, 1.0, 0.0, "scripted")
+        elements = sum(t.numel() for _, t in tensors)
+        return RefreshReport(policy_version, len(tensors), elements, 1.0, 1.0, 0.0, "scripted")
 
 
 class BernoulliEngine(ScriptedEngine):

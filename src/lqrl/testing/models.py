@@ -11,7 +11,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma")
 
 
 def tiny_config(family: str, *, vocab_size: int = 64, layers: int = 2) -> PretrainedConfig:
-    """A config with hidden size 64, 4 heads, 2 key heads; Qwen2 has biases, Gemma ties its embeddings and scales by 1 + w.
+    """A config with hidden size 64, 4 heads and 2 key heads.
+
+    Qwen2 has biases; Qwen3 and Gemma tie their embeddings; Gemma's norms scale by ``1 + w``.
 
     Raises:
         ValueError: for a family that is not in `FAMILIES`.
