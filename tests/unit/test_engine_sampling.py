@@ -131,6 +131,27 @@ def test_truncation_by_hand(params: dict, kept: dict[int, float]) -> None:
     torch.testing.assert_close(out.logprobs + out.log_mass, probabilities[out.tokens].log(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.5, 6.0], ids=["wide", "narrow"])
+def test_top_p_of_a_large_vocabulary_equals_a_full_sort(scale: float) -> None:
+    # flat rows need more than the first 1024 tokens, peaked rows do not; the batch holds both kinds
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
+    logits[::2] *= scale
+    logits[1::2] *= 3
+    uniform = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
+    out = sample(logits, uniform, SamplingParams(top_p=0.9))
+    values, ids = logits.double().sort(1, descending=True)
+    probabilities = values.softmax(1)
+    kept = probabilities.cumsum(1) - probabilities < 0.9
+    assert (kept.sum(1) > 1024).any() == (scale == 0.5)
+    mass = (probabilities * kept).sum(1)
+    column = ((probabilities * kept).cumsum(1) <= (uniform * mass)[:, None]).sum(1)
+    assert out.log_mass is not None
+    assert torch.equal(out.tokens, ids.gather(1, column[:, None]).squeeze(1))
+    torch.testing.assert_close(out.log_mass, mass.log().float(), rtol=1e-5, atol=1e-5)
+    expected = (probabilities.gather(1, column[:, None]).squeeze(1) / mass).log().float()
+    torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_missing_uniform_is_an_error() -> None:
     with pytest.raises(ValueError, match="one uniform a row"):
         sample(torch.zeros(1, 4), None, SamplingParams())

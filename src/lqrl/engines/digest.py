@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lqrl.engines.sampling import mix64
 
-_CHUNK = 2**18  # words hashed at once; bounds the temporaries at a few MiB
+_BLOCK = 2**15  # words that share one table of place values; on a CPU a block stays in the cache
+_BLOCKS = {"cpu": 1}  # blocks hashed at once; elsewhere many, for few launches
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -25,13 +27,18 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
     words = flat.view(_WORDS[size])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    place = mix64(torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=tensor.device) + 1)
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].long()
+    place = mix64(torch.arange(_BLOCK, dtype=torch.int64, device=tensor.device) + 1) | 1
+    step = _BLOCK * _BLOCKS.get(tensor.device.type, 256)
+    for start in range(0, words.numel(), step):
+        part = words[start : start + step].long()
+        if part.numel() % _BLOCK:
+            part = F.pad(part, (0, -part.numel() % _BLOCK))
+        part = part.view(-1, _BLOCK)
         # The xor folds high bits down: a product alone would let two flipped sign bits cancel.
-        mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * (place[: part.numel()] | 1)
+        mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
         mixed ^= (mixed >> 29) & 0x7FFFFFFFF
-        total += mixed.sum() * (2 * start + 1)
+        block = torch.arange(start // _BLOCK, start // _BLOCK + len(part), device=tensor.device)
+        total += (mixed.sum(1) * (2 * block + 1)).sum()
     return total
 
 

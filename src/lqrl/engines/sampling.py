@@ -12,6 +12,7 @@ from lqrl.types import SamplingParams
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_NUCLEUS = 1024  # most likely tokens that top-p tries before it sorts the whole vocabulary
 _BLOCK = 512  # tokens whose weights are summed before the draw looks inside
 
 
@@ -125,23 +126,34 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sa
     return Sampled(tokens, chosen.squeeze(1) - total.log().float(), None)
 
 
-def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams) -> Sampled:
+def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams, few: bool = True) -> Sampled:
+    """Draw from the most likely tokens, in order; ``few``: look at `_NUCLEUS` of them first when only top-p is set."""
     vocabulary = logits.shape[1]
-    if params.top_k > 0:
-        values, ids = logits.topk(min(params.top_k, vocabulary), 1)
+    few = few and params.top_k == 0 and vocabulary > 4 * _NUCLEUS
+    if params.top_k > 0 or few:
+        values, ids = logits.topk(min(params.top_k or _NUCLEUS, vocabulary), 1)
     else:
         values, ids = logits.sort(1, descending=True)
     largest = values[:, :1]
-    weights = (values - largest).exp_()
+    weights = torch.sub(values, largest).exp_()
+    total = torch.sub(logits, largest).exp_().sum(1, dtype=torch.float64)
+    wide = None
     if params.top_p < 1:
         mass = weights.cumsum(1, dtype=torch.float64)
-        weights = weights * (mass - weights < params.top_p * mass[:, -1:])
+        goal = params.top_p * (mass[:, -1] if params.top_k > 0 else total)[:, None]
+        wide = mass[:, -1] < goal[:, 0] if few else None
+        weights = weights * (mass - weights < goal)
     column, kept = draw(weights, uniform)
-    chosen = values.gather(1, column[:, None]) - largest
-    log_kept = kept.log()
-    log_mass = log_kept - torch.sub(logits, largest).exp_().sum(1, dtype=torch.float64).log()
+    chosen = (values.gather(1, column[:, None]) - largest).squeeze(1)
     tokens = ids.gather(1, column[:, None]).squeeze(1)
-    return Sampled(tokens, chosen.squeeze(1) - log_kept.float(), log_mass.float().clamp_max_(0))
+    out = Sampled(tokens, chosen - kept.log().float(), (kept.log() - total.log()).float().clamp_max_(0))
+    if wide is not None and bool(wide.any()):
+        rows = wide.nonzero().squeeze(1)
+        again = _sample_truncated(logits[rows], uniform[rows], params, few=False)
+        for mine, theirs in zip(out, again, strict=True):
+            if mine is not None and theirs is not None:
+                mine.index_copy_(0, rows, theirs)
+    return out
 
 
 def _given(uniform: Tensor | None) -> Tensor:

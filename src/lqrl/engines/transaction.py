@@ -36,12 +36,11 @@ class _Ledger:
     def add(self, name: str, source: Tensor) -> None:
         target = self._target(name, source)
         source = source.detach().to(target.device, non_blocking=True)
-        finite = source.isfinite().all() if source.is_floating_point() else source.new_ones((), dtype=torch.bool)
         bits = _BITS[target.element_size()]
-        changed = (target.view(bits) != source.contiguous().view(bits)).sum()
+        changed = torch.count_nonzero(target.view(bits) != source.contiguous().view(bits))
         target.copy_(source)
         self.written[name] = source.numel()
-        self._flags.append(torch.stack([changed, (~finite).long()]))
+        self._flags.append(torch.stack([changed, (~_all_finite(source)).long()]))
 
     def _target(self, name: str, source: Tensor) -> Tensor:
         target = self.targets.get(name)
@@ -77,6 +76,13 @@ class _Ledger:
             count[1] += elements
         fractions = {code: changed / max(elements, 1) for code, (changed, elements) in counts.items()}
         return Written(len(flags), sum(self.written.values()), fractions[False], fractions[True])
+
+
+def _all_finite(tensor: Tensor) -> Tensor:
+    """A bool on the tensor's device; the extremes tell (NaN is both), many times faster than a look at each element."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
 def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
