@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from lqrl.rewards import RewardSum, RewardTerm, TaskReward
 from lqrl.types import SamplingParams
 
 POLICY = "asset:countdown_policy"
+# The same runs on another device: LQRL_TEST_ACCELERATOR=cuda pytest tests/integration
+ACCELERATOR = os.environ.get("LQRL_TEST_ACCELERATOR", "cpu")
+DEVICE = torch.device(ACCELERATOR)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -59,7 +63,7 @@ def make_trainer(folder: Path, *, epochs: int, callbacks: list[L.Callback] | Non
         save_top_k=-1,
     )
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "devices": 1,
         "max_epochs": epochs,
         "logger": False,
@@ -74,4 +78,4 @@ def make_trainer(folder: Path, *, epochs: int, callbacks: list[L.Callback] | Non
 
 
 def weights(module: PolicyModule) -> dict[str, torch.Tensor]:
-    return {n: t.detach().clone() for n, t in module.state_dict().items()}
+    return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from runs import make_data, make_module, make_trainer, weights
+from runs import ACCELERATOR, DEVICE, make_data, make_module, make_trainer, weights
 
 from lqrl.algorithms import RLOO, GSPOLoss, KLPenalty, NoCorrection, SequenceTIS, TBPOLoss, TokenTIS
 from lqrl.callbacks import ClipRangeScheduler, EngineRefresh, HFExport, SamplerFeedback
@@ -18,7 +18,9 @@ from lqrl.types import Advantages, ClipRange
 
 def built(**options):
     module = make_module(**options)
-    module.build_engines(torch.device("cpu"))
+    module.configure_model()
+    module.to(DEVICE)
+    module.build_engines(DEVICE)
     refresh_engines(module)
     return module
 
@@ -35,7 +37,7 @@ def rolled_out(module, prompts=6):
 )
 def test_the_learner_scores_as_the_engine_sampled(scheme, aligned, limit):
     module = built(scheme=scheme, aligned=aligned)
-    batch = rolled_out(module).batch
+    batch = rolled_out(module).batch.to(DEVICE)
     with torch.no_grad():
         logprobs = module(batch.input_ids, batch.attention_mask)
     gap = (logprobs - batch.rollout_logprobs)[batch.completion_mask].double()
@@ -48,7 +50,7 @@ def test_the_learner_scores_as_the_engine_sampled(scheme, aligned, limit):
 
 def test_columns_without_a_sampled_token_hold_zero():
     module = built()
-    batch = rolled_out(module).batch
+    batch = rolled_out(module).batch.to(DEVICE)
     logprobs = module(batch.input_ids, batch.attention_mask)
     assert torch.all(logprobs[:, 0] == 0)
     assert torch.all(logprobs[~batch.attention_mask] == 0)
@@ -59,7 +61,7 @@ def test_temperature_is_read_by_engine_and_learner_alike():
     from lqrl.types import SamplingParams
 
     module = built(scheme="none", sampling=SamplingParams(temperature=0.7, max_tokens=12))
-    batch = rolled_out(module).batch
+    batch = rolled_out(module).batch.to(DEVICE)
     with torch.no_grad():
         gap = (module(batch.input_ids, batch.attention_mask) - batch.rollout_logprobs)[batch.completion_mask]
     assert float(gap.abs().max()) < 1e-4
@@ -69,7 +71,7 @@ def test_truncated_sampling_compares_like_with_like():
     from lqrl.types import SamplingParams
 
     module = built(scheme="none", sampling=SamplingParams(top_p=0.9, max_tokens=12))
-    batch = rolled_out(module).batch
+    batch = rolled_out(module).batch.to(DEVICE)
     with torch.no_grad():
         logprobs = module(batch.input_ids, batch.attention_mask)
     gap = (logprobs - batch.rollout_logprobs - batch.rollout_log_mass)[batch.completion_mask]
@@ -92,7 +94,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(options):
     rollouts = rolled_out(module)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(len(rollouts.batch), generator=generator)
-    batch = to_train_batch(rollouts.batch, Advantages(values, torch.ones(len(values), dtype=torch.bool)))
+    batch = to_train_batch(rollouts.batch, Advantages(values, torch.ones(len(values), dtype=torch.bool))).to(DEVICE)
     whole, parts = gradients(module, batch, 10_000), gradients(module, batch, 60)
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7)
@@ -169,7 +171,7 @@ def test_the_export_is_the_trained_policy(tmp_path):
 def test_the_fabric_loop_is_the_same_iteration(tmp_path):
     trained = make_module()
     make_trainer(tmp_path / "trainer", epochs=2, limit_val_batches=0).fit(trained, make_data())
-    fabric = L.Fabric(accelerator="cpu", devices=1)
+    fabric = L.Fabric(accelerator=ACCELERATOR, devices=1)
     seen = []
     module = fabric_fit(fabric, make_module(), make_data(), iterations=6, log=lambda i, m: seen.append((i, m)))
     assert [i for i, _ in seen] == list(range(6))
@@ -178,10 +180,10 @@ def test_the_fabric_loop_is_the_same_iteration(tmp_path):
 
 
 def test_the_fabric_loop_resumes_exactly(tmp_path):
-    whole = fabric_fit(L.Fabric(accelerator="cpu", devices=1), make_module(), make_data(), iterations=5)
+    whole = fabric_fit(L.Fabric(accelerator=ACCELERATOR, devices=1), make_module(), make_data(), iterations=5)
     path = tmp_path / "state.ckpt"
     for iterations in (2, 5):
-        fabric = L.Fabric(accelerator="cpu", devices=1)
+        fabric = L.Fabric(accelerator=ACCELERATOR, devices=1)
         module = fabric_fit(fabric, make_module(), make_data(), iterations=iterations, checkpoint=path)
     expected = weights(whole)
     assert all(torch.equal(t, expected[n]) for n, t in weights(module).items())
