@@ -30,6 +30,10 @@ class LqrlCLI(LightningCLI):
             (c.target(self.trainer) for c in vars(self.trainer)["callbacks"] if isinstance(c, HFExport)), None
         )
         saved = sorted(checkpoints.glob("*.ckpt"), key=lambda p: p.stat().st_mtime) if checkpoints.is_dir() else []
+        history = self.model.validation.history
+        first, last = (history[0][1], history[-1][1]) if history else ({}, {})
+        for name in last:
+            print(f"{name}: {first.get(name, last[name]):.3f} before, {last[name]:.3f} after")
         print(f"\nRun folder: {folder} (config.yaml, metrics.csv, rollouts.jsonl, checkpoints/)")
         if exported is not None:
             print(f"Trained policy: {exported} (transformers format; train on with --model.init_args.model {exported})")

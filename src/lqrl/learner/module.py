@@ -38,7 +38,7 @@ from lqrl.learner.update import (
     sum_ratios,
     update_policy,
 )
-from lqrl.metrics import PassAtK
+from lqrl.learner.validation import Validation
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
@@ -138,9 +138,7 @@ class PolicyModule(L.LightningModule):
         self.full_engine: RolloutEngine | None = None
         self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict
         self._reference: list[Scorer] = []
-        self.pass_at = nn.ModuleDict(
-            {f"{kind}_{k}": PassAtK(k) for kind in ("val", "val_full") for k in sorted({1, val_samples})}
-        )
+        self.validation = Validation(["val", "val_full"] if validate_full_precision else ["val"], val_samples)
 
     def _check_options(self) -> None:
         if min(self.num_minibatches, self.num_epochs, self.token_budget, self.val_samples) < 1:
@@ -344,12 +342,16 @@ class PolicyModule(L.LightningModule):
             decode=self.decode, budget=UniformBudget(self.val_samples), pad_token_id=self.pad_token_id,
             seed=derive_seed(self.seed, "validation"),
         )  # fmt: skip
-        successes = torch.tensor([s for _, s, _ in rollouts.outcomes], device=self.device)
-        trials = torch.tensor([t for _, _, t in rollouts.outcomes], device=self.device)
-        for k in sorted({1, self.val_samples}):
-            metric = cast(PassAtK, self.pass_at[f"{kind}_{k}"])
-            metric.update(successes, trials)
-            self.log(f"{kind}/pass@{k}", metric, prog_bar=kind == "val", batch_size=len(batch))
+        for name, metric in self.validation.update(kind, rollouts.outcomes).items():
+            self.log(name, metric, prog_bar=kind == "val", batch_size=len(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Say how it went; also before training, when Lightning's own loggers are silent."""
+        scores = self.validation.finish(self.policy_version)
+        self.print(f"version {self.policy_version}: " + ", ".join(f"{n} {v:.3f}" for n, v in scores.items()))
+        if self.trainer.sanity_checking:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(scores, step=0)
 
     # ---------------------------------------------------------------- pieces
 

@@ -2,11 +2,11 @@
 
 Every backend returns the same bits for the same input, so learner and engine may differ in backend, batch and tiling:
 
-* `native` (CPU): our C kernel, quantization, GEMM, epilogue and bias in one call;
-* `torch` (CUDA, CPUs with VNNI): `torch._int_mm`;
+* `native` (CPU): our C kernel, quantization, GEMM (AMX, AVX512-VNNI, AVX2 or plain C), epilogue and bias in one call;
+* `torch` (CUDA; CPUs with VNNI and no C compiler): `torch._int_mm` between tensor operations;
 * `float` (anywhere): fp32 GEMMs over integer codes, exact because every partial sum stays within 2**24.
 
-One backend is chosen per device type at first use; the environment variable `LQRL_INT8_BACKEND` overrides the choice.
+One backend is chosen per device type at first use, never by shape; the environment variable `LQRL_INT8_BACKEND` overrides the choice.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TorchBackend(Int8Backend):
 
 
 class NativeBackend(Int8Backend):
-    """The C kernel; packed is int8 [panels of 16 channels, 16 * K rounded up to 4], see `csrc/int8_linear.c`."""
+    """The C kernel; packed is int8 [panels, bytes of one], 16 or 32 channels a panel, see `csrc/int8_linear.c`."""
 
     name = "native"
 
@@ -126,21 +126,21 @@ class NativeBackend(Int8Backend):
     def pack(self, codes: Tensor) -> Tensor:
         """Interleave the codes into panels."""
         n, k = codes.shape
-        packed = torch.empty(_panel_shape(n, k), dtype=torch.int8)
+        packed = torch.empty(self._shape(n, k), dtype=torch.int8)
         self.repack_(packed, codes)
         return packed
 
     def repack_(self, packed: Tensor, codes: Tensor) -> None:
         """Interleave the codes into the panels of `packed`."""
         n, k = codes.shape
-        _check_panels(packed, n, k)
+        self._check(packed, n, k)
         codes = codes.contiguous()
         self.kernel.pack(codes.data_ptr(), packed.data_ptr(), n, k)
 
     def mm(self, x_codes: Tensor, packed: Tensor, n: int) -> Tensor:
         """One call; the rows may be shared among PyTorch's threads."""
         m, k = x_codes.shape
-        _check_panels(packed, n, k)
+        self._check(packed, n, k)
         x_codes = x_codes.contiguous()
         acc = torch.empty(m, n, dtype=torch.int32)
         failed = self.kernel.mm(x_codes.data_ptr(), packed.data_ptr(), acc.data_ptr(), m, n, k, torch.get_num_threads())
@@ -152,7 +152,7 @@ class NativeBackend(Int8Backend):
         """Quantization, GEMM, scales and bias in one call."""
         m, k = x.shape
         n = weight_scale.shape[0]
-        _check_panels(packed, n, k)
+        self._check(packed, n, k)
         x, weight_scale = x.contiguous(), weight_scale.contiguous()
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
@@ -175,15 +175,14 @@ class NativeBackend(Int8Backend):
             raise MemoryError("int8_linear: no memory for its scratch buffer")
         return out
 
+    def _shape(self, n: int, k: int) -> tuple[int, int]:
+        channels = self.kernel.panel_channels
+        return (n + channels - 1) // channels, channels * (k + -k % 4) + self.kernel.panel_extra
 
-def _panel_shape(n: int, k: int) -> tuple[int, int]:
-    return (n + 15) // 16, 16 * (k + -k % 4)
-
-
-def _check_panels(packed: Tensor, n: int, k: int) -> None:
-    _check_packed(packed, _panel_shape(n, k))
-    if not packed.is_cpu or packed.dtype is not torch.int8:
-        raise ValueError(f"packed weight is {packed.dtype} on {packed.device}: pack the codes again, on the CPU")
+    def _check(self, packed: Tensor, n: int, k: int) -> None:
+        _check_packed(packed, self._shape(n, k))
+        if not packed.is_cpu or packed.dtype is not torch.int8:
+            raise ValueError(f"packed weight is {packed.dtype} on {packed.device}: pack the codes again, on the CPU")
 
 
 def _check_packed(packed: Tensor, shape: tuple[int, ...]) -> None:
@@ -202,18 +201,18 @@ def _choose(device_type: str) -> tuple[Int8Backend, str]:
         return TorchBackend(), "torch._int_mm runs on tensor cores"
     if device_type != "cpu":
         return FloatBackend(), f"no integer GEMM for {device_type} is known to be fast"
-    if torch.cpu._is_vnni_supported():
-        return TorchBackend(), "this CPU has VNNI, where torch._int_mm is fast"
     try:
         kernel = native.load()
     except native.BuildError as error:
+        vnni = torch.cpu._is_vnni_supported()
+        how = "through torch._int_mm" if vnni else "as fp32 GEMMs"
         warnings.warn(
-            f"lqrl's int8 kernel is not available, so int8 layers run as slower fp32 GEMMs with the same results; a C "
+            f"lqrl's int8 kernel is not available, so int8 layers run {how}, slower, with the same results; a C "
             f"compiler on PATH would change that. {error}",
             RuntimeWarning,
             stacklevel=2,
         )
-        return FloatBackend(), "the native kernel could not be built"
+        return TorchBackend() if vnni else FloatBackend(), "the native kernel could not be built"
     return NativeBackend(kernel), f"{kernel.instructions} code, {kernel.path.name}, threads: {kernel.threaded}"
 
 

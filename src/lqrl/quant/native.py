@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parent / "csrc" / "int8_linear.c"
+HEADER = SOURCE.with_name("int8_wide.h")
+# What the C code can use, each with all before it; the position is the C enum's value.
+LEVELS = ("portable", "avx2", "avx512_vnni", "amx")
 COMPILERS = ("cc", "gcc", "clang")
 # -ffp-contract=off: the epilogue's products and sums are rounded one by one, as in PyTorch.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
@@ -37,24 +40,28 @@ class Kernel:
 
     Attributes:
         path: the library file.
-        instructions: `avx2` or `portable`.
+        instructions: one of `LEVELS`.
         threaded: it shares PyTorch's OpenMP pool; otherwise one thread.
+        panel_channels: output channels of a panel of the packed weight.
+        panel_extra: bytes of a panel beside its weights.
     """
 
     path: Path
     instructions: str
     threaded: bool
+    panel_channels: int
+    panel_extra: int
     linear: ctypes._NamedFuncPointer
     mm: ctypes._NamedFuncPointer
     pack: ctypes._NamedFuncPointer
     packed_size: ctypes._NamedFuncPointer
 
 
-def load(*, portable: bool = False) -> Kernel:
+def load(*, at_most: str = LEVELS[-1]) -> Kernel:
     """Compile the kernel unless the cache holds it, load it, and test it against exact integer products.
 
     Args:
-        portable: load a second copy without vector instructions, to test the code other CPUs run.
+        at_most: one of `LEVELS`; a lower one loads another copy, to test the code other CPUs run.
 
     Raises:
         BuildError: no C compiler on PATH, or the build or the load failed.
@@ -63,8 +70,8 @@ def load(*, portable: bool = False) -> Kernel:
     if os.name != "posix":
         raise BuildError("the native kernel is built on POSIX systems only")
     compiler = _find_compiler()
-    flags = (*FLAGS, "-DLQRL_PORTABLE") if portable else FLAGS
-    source = SOURCE.read_bytes()
+    flags = (*FLAGS, f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}")
+    source = SOURCE.read_bytes() + HEADER.read_bytes()
     version = _run([compiler, "--version"])
     key = "\0".join((*flags, version, platform.system(), platform.machine(), _cpu_model())).encode()
     name = f"int8_linear-{hashlib.sha256(source + key).hexdigest()[:24]}.so"
@@ -121,7 +128,7 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> Path:
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        _run([compiler, *flags, "-o", scratch, str(SOURCE)])
+        _run([compiler, *flags, "-I", str(HEADER.parent), "-o", scratch, str(SOURCE)])
         os.replace(scratch, path)  # atomic: several processes may build at once
     finally:
         Path(scratch).unlink(missing_ok=True)
@@ -145,8 +152,10 @@ def _open(path: Path) -> Kernel:
     address, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernel = Kernel(
         path=path,
-        instructions="avx2" if library.lqrl_int8_setup() else "portable",
+        instructions=LEVELS[library.lqrl_int8_setup()],
         threaded=bool(library.lqrl_int8_has_threads()),
+        panel_channels=library.lqrl_int8_panel_channels(),
+        panel_extra=library.lqrl_int8_panel_extra(),
         linear=library.lqrl_int8_linear,
         mm=library.lqrl_int8_mm,
         pack=library.lqrl_int8_pack,
@@ -162,7 +171,7 @@ def _open(path: Path) -> Kernel:
 
 
 def _self_test(kernel: Kernel) -> None:
-    """Products of all tile heights, an odd K and a partial panel, against int64; and the fp32 epilogue's bits."""
+    """Products of many tile heights, an odd K and a partial panel, against int64; and the fp32 epilogue's bits."""
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> Tensor:
@@ -172,7 +181,7 @@ def _self_test(kernel: Kernel) -> None:
     codes, scale, bias = integers(n, k), torch.rand(n, 1, generator=generator), torch.randn(n, generator=generator)
     packed = torch.empty(kernel.packed_size(n, k), dtype=torch.int8)
     kernel.pack(codes.data_ptr(), packed.data_ptr(), n, k)
-    for m in (1, 2, 3, 4, 5, 6, 13):
+    for m in (1, 2, 3, 4, 5, 6, 13, 31, 50):
         x = integers(m, k)
         x[:, 0] = 127  # so that the codes of x as float are x itself, with scale 1
         exact = x.long() @ codes.long().t()

@@ -1,0 +1,47 @@
+"""Scores of one validation, of each engine that is validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from lqrl.metrics import PassAtK
+
+
+class Validation(nn.Module):
+    """pass@1 and pass@n of the engines, reduced over ranks.
+
+    Args:
+        kinds: names of the engines; the metrics are ``<kind>/pass@<k>``.
+        samples: completions of each prompt, n.
+
+    Attributes:
+        history: ``(policy version, scores)`` of each finished validation.
+    """
+
+    def __init__(self, kinds: Sequence[str], samples: int) -> None:
+        super().__init__()
+        self.ks = sorted({1, samples})
+        self.names = {(kind, k): f"{kind}/pass@{k}" for kind in kinds for k in self.ks}
+        self.metrics = nn.ModuleDict({f"{kind}_{k}": PassAtK(k) for kind, k in self.names})
+        self.history: list[tuple[int, dict[str, float]]] = []
+
+    def update(self, kind: str, outcomes: Sequence[tuple[int, float, int]]) -> dict[str, PassAtK]:
+        """Add ``(prompt id, successes, trials)`` of an engine's completions; returns its metrics by name, to log."""
+        updated = {self.names[kind, k]: cast(PassAtK, self.metrics[f"{kind}_{k}"]) for k in self.ks}
+        for metric in updated.values():
+            successes = torch.tensor([s for _, s, _ in outcomes], device=metric.device)
+            trials = torch.tensor([t for _, _, t in outcomes], device=metric.device)
+            metric.update(successes, trials)
+        return updated
+
+    def finish(self, policy_version: int) -> dict[str, float]:
+        """The scores of this validation, also noted in ``history``; collective, every rank calls it."""
+        metrics = {name: cast(PassAtK, self.metrics[f"{kind}_{k}"]) for (kind, k), name in self.names.items()}
+        scores = {name: float(metric.compute()) for name, metric in metrics.items() if metric.update_called}
+        if scores:
+            self.history.append((policy_version, scores))
+        return scores
