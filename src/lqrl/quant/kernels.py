@@ -6,7 +6,8 @@ Every backend returns the same bits for the same input, so learner and engine ma
 * `torch` (CUDA; CPUs with VNNI and no C compiler): `torch._int_mm` between tensor operations;
 * `float` (anywhere): fp32 GEMMs over integer codes, exact because every partial sum stays within 2**24.
 
-One backend is chosen per device type at first use, never by shape; the environment variable `LQRL_INT8_BACKEND` overrides the choice.
+One backend is chosen per device type at first use, whatever the shape; the environment variable `LQRL_INT8_BACKEND`
+overrides the choice.
 """
 
 from __future__ import annotations

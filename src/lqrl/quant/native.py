@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parent / "csrc" / "int8_linear.c"
-HEADER = SOURCE.with_name("int8_wide.h")
+HEADERS = (SOURCE.with_name("int8_avx2.h"), SOURCE.with_name("int8_wide.h"))
 # What the C code can use, each with all before it; the position is the C enum's value.
 LEVELS = ("portable", "avx2", "avx512_vnni", "amx")
 COMPILERS = ("cc", "gcc", "clang")
@@ -71,7 +71,7 @@ def load(*, at_most: str = LEVELS[-1]) -> Kernel:
         raise BuildError("the native kernel is built on POSIX systems only")
     compiler = _find_compiler()
     flags = (*FLAGS, f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}")
-    source = SOURCE.read_bytes() + HEADER.read_bytes()
+    source = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     version = _run([compiler, "--version"])
     key = "\0".join((*flags, version, platform.system(), platform.machine(), _cpu_model())).encode()
     name = f"int8_linear-{hashlib.sha256(source + key).hexdigest()[:24]}.so"
@@ -128,7 +128,7 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> Path:
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        _run([compiler, *flags, "-I", str(HEADER.parent), "-o", scratch, str(SOURCE)])
+        _run([compiler, *flags, "-I", str(HEADERS[0].parent), "-o", scratch, str(SOURCE)])
         os.replace(scratch, path)  # atomic: several processes may build at once
     finally:
         Path(scratch).unlink(missing_ok=True)
