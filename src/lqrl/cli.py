@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_only
 
-from lqrl.callbacks import HFExport, InterruptCheckpoint
-from lqrl.callbacks.run_folder import checkpoint_folder, run_folder
+from lqrl.callbacks import HFExport, InterruptCheckpoint, MismatchError
+from lqrl.callbacks.run_folder import run_folder
 from lqrl.data import PromptDataModule
+from lqrl.engines import RefreshError, StaleEngineError
 from lqrl.learner import PolicyModule
+from lqrl.rewards import RewardError
 
 
 class LqrlCLI(LightningCLI):
@@ -22,24 +27,32 @@ class LqrlCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.init_args.seed")
         parser.link_arguments("model.init_args.model", "data.init_args.tokenizer")
 
-    @rank_zero_only
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """``fit`` and ``validate``; there is nothing else to test or predict."""
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate")}
+
     def after_fit(self) -> None:
         """Say where the run's files are and what to do next."""
-        folder, checkpoints = run_folder(self.trainer), checkpoint_folder(self.trainer)
-        exported = next(
-            (c.target(self.trainer) for c in vars(self.trainer)["callbacks"] if isinstance(c, HFExport)), None
-        )
-        saved = sorted(checkpoints.glob("*.ckpt"), key=lambda p: p.stat().st_mtime) if checkpoints.is_dir() else []
-        history = self.model.validation.history
-        first, last = (history[0][1], history[-1][1]) if history else ({}, {})
+        folder = run_folder(self.trainer)  # these two are collectives: before the gate
+        callbacks = vars(self.trainer)["callbacks"]
+        exported = next((c.target(self.trainer) for c in callbacks if isinstance(c, HFExport)), None)
+        if not self.trainer.is_global_zero:
+            return
+        if self.model.last_rollouts is None:
+            print(f"\nNothing was trained: iteration {self.model.iteration} is the end; raise --trainer.max_epochs")
+            return
+        history = self.model.validation.history or [(0, {})]
+        (before, first), (after, last) = history[0], history[-1]
         for name in last:
-            print(f"{name}: {first.get(name, last[name]):.3f} before, {last[name]:.3f} after")
-        print(f"\nRun folder: {folder} (config.yaml, metrics.csv, rollouts.jsonl, checkpoints/)")
+            print(f"{name}: {first.get(name, last[name]):.3f} at version {before}, {last[name]:.3f} at version {after}")
+        print(f"\nRun folder: {folder}")
+        if folder.is_dir():
+            print("  " + ", ".join(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())))
         if exported is not None:
-            print(f"Trained policy: {exported} (transformers format; train on with --model.init_args.model {exported})")
-        if saved:
-            resume = f"lqrl fit --config {folder}/config.yaml --ckpt_path {saved[-1]}"
-            print(f"Next: train longer with\n  {resume} --trainer.max_epochs {2 * self.trainer.current_epoch}")
+            print("Next: train on from the exported policy, in a new run with a schedule of its own")
+            print(f"  lqrl fit --config {folder}/config.yaml --model.init_args.model {exported}")
 
 
 def run(args: ArgsType = None) -> LightningCLI:
@@ -58,8 +71,18 @@ def run(args: ArgsType = None) -> LightningCLI:
 
 
 def main() -> None:
-    """The ``lqrl`` command."""
-    run()
+    """The ``lqrl`` command: modules in the current directory can be named; an error of ours is one line.
+
+    ``LQRL_TRACEBACK=1`` shows where it was raised.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own, about PyTorch
+    try:
+        run()
+    except (ValueError, OSError, RewardError, RefreshError, StaleEngineError, MismatchError) as error:
+        if os.environ.get("LQRL_TRACEBACK"):
+            raise
+        sys.exit(f"\n{type(error).__name__}: {error}\n(LQRL_TRACEBACK=1 shows where)")
 
 
 if __name__ == "__main__":

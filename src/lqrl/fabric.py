@@ -11,7 +11,7 @@ import lightning as L
 from lqrl.callbacks.sampler_feedback import gather_outcomes
 from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
-from lqrl.learner.checkpoint import check_same_model, learner_state
+from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import sum_ratios
@@ -46,7 +46,8 @@ def fit(
     """
     module.configure_model()
     data.setup("fit")
-    module.draw_more = data.refill
+    module.beliefs = data.beliefs
+    module.draw_more = data.refill if module.refill is not None else None
     forward, optimizer = fabric.setup(module, module.optimizer(module.policy.parameters()))
     module.build_engines(fabric.device)
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
@@ -79,7 +80,7 @@ def _state(module: PolicyModule, data: PromptDataModule, optimizer: Any, schedul
     return {
         "state_dict": module.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "lr_schedulers": [] if scheduler is None else [scheduler.state_dict()],
         "data": data.state_dict(),
         "lqrl": learner_state(module),
     }
@@ -94,9 +95,10 @@ def _load(
 ) -> None:
     state = fabric.load(path)
     learner = check_same_model(module, state)
+    check_same_run(module, state)
     module.load_state_dict(state["state_dict"])
     optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
+        scheduler.load_state_dict(state["lr_schedulers"][0])
     data.load_state_dict(state["data"])
     module.policy_version, module.iteration = learner["policy_version"], learner["iteration"]

@@ -10,14 +10,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from runs import make_data, make_module, make_trainer
 
+from lqrl.data import UniformBudget
 from lqrl.learner import PolicyModule
 from lqrl.rollouts import Rollouts
+from lqrl.types import TrainBatch
 
 
 class Traced(PolicyModule):
     """Keeps what this rank sampled: rows by (iteration, prompt, sample)."""
 
     rows: dict[tuple[int, int, int], list[int]] = {}  # noqa: RUF012
+    learned: list[int] = []  # noqa: RUF012
+
+    def learn_from(self, rollouts: Rollouts) -> tuple[TrainBatch, dict[str, float]]:
+        batch, metrics = super().learn_from(rollouts)
+        self.learned.append(len(batch))
+        return batch, metrics
 
     def finish_iteration(self, rollouts: Rollouts) -> None:
         for group in rollouts.groups:
@@ -32,7 +40,13 @@ if __name__ == "__main__":
     resume = sys.argv[5] if len(sys.argv) > 5 else None
     strategy = "ddp" if devices > 1 else "auto"
     trainer = make_trainer(folder, epochs=epochs, devices=devices, strategy=strategy)
-    module = make_module(Traced, token_budget=tokens, num_minibatches=2)
-    trainer.fit(module, make_data(), ckpt_path=resume)
+    few = resume == "few"  # two prompts, two samples each: a rank whose group has equal rewards has no rows
+    if few:
+        module, data = make_module(Traced, budget=UniformBudget(2)), make_data(prompts_per_iteration=2)
+    else:
+        module, data = make_module(Traced, token_budget=tokens, num_minibatches=2), make_data()
+    trainer.fit(module, data, ckpt_path=None if few else resume)
     state = {n: t.detach() for n, t in module.state_dict().items()}
-    torch.save({"rows": module.rows, "weights": state}, folder / f"rank{trainer.global_rank}.pt")
+    torch.save(
+        {"rows": module.rows, "weights": state, "learned": module.learned}, folder / f"rank{trainer.global_rank}.pt"
+    )

@@ -13,7 +13,7 @@ import torch
 SCRIPT = Path(__file__).with_name("ddp_run.py")
 
 
-def launch(folder: Path, *, devices: int, tokens: int = 4096, epochs: int = 1, resume: Path | None = None):
+def launch(folder: Path, *, devices: int, tokens: int = 4096, epochs: int = 1, resume: Path | str | None = None):
     folder.mkdir(parents=True, exist_ok=True)
     words = [folder, devices, tokens, epochs, *([resume] if resume else [])]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LOCAL_RANK", "WORLD_SIZE"))}
@@ -53,3 +53,10 @@ def test_two_ranks_resume_bit_for_bit(two, tmp_path):
         assert all(torch.equal(t, theirs["weights"][n]) for n, t in ours["weights"].items())
         assert all(theirs["rows"][k] == v for k, v in ours["rows"].items())
         assert min(k[0] for k in ours["rows"]) == 3
+
+
+def test_a_rank_without_rows_steps_with_the_others(tmp_path):
+    ranks = launch(tmp_path, devices=2, epochs=2, resume="few")
+    # The scenario is there: in some iteration one rank learned from rows and the other had none.
+    assert any((a == 0) != (b == 0) for a, b in zip(ranks[0]["learned"], ranks[1]["learned"], strict=True))
+    assert all(torch.equal(t, ranks[1]["weights"][n]) for n, t in ranks[0]["weights"].items())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from dataclasses import dataclass
 
 import pytest
 import torch
+from rich.console import Console
 from runs import make_data, make_module, make_trainer
 
-from lqrl.algorithms import NoCorrection, TBPOLoss
-from lqrl.callbacks import EngineRefresh, MismatchError, MismatchGuard, SamplerFeedback
+from lqrl.algorithms import GSPOLoss, NoCorrection, TBPOLoss
+from lqrl.callbacks import EngineRefresh, MismatchError, MismatchGuard, RolloutTable, SamplerFeedback
 from lqrl.cli import run as command
 from lqrl.data import PromptSource, Sort, UniformBudget
 from lqrl.engines import RefreshError, StaleEngineError
-from lqrl.rewards import RewardError, RewardFn, RewardSum, RewardTerm
+from lqrl.engines.transaction import model_digest
+from lqrl.rewards import OverlongPenalty, RewardError, RewardFn, RewardSum, RewardTerm
+from lqrl.rollouts import check_fresh
+from lqrl.testing import ScriptedEngine
+from lqrl.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,9 @@ def test_a_forgotten_engine_refresh_is_an_error_not_a_slow_failure(tmp_path):
 
 def test_an_engine_that_is_refreshed_once_only_is_stale_in_the_second_iteration(tmp_path):
     class Once(EngineRefresh):
+        def on_train_batch_start(self, *_):
+            pass
+
         def on_train_batch_end(self, *_):
             pass
 
@@ -63,6 +73,9 @@ def test_an_engine_that_is_refreshed_once_only_is_stale_in_the_second_iteration(
 
 def test_staleness_is_allowed_when_asked_for(tmp_path):
     class Once(EngineRefresh):
+        def on_train_batch_start(self, *_):
+            pass
+
         def on_train_batch_end(self, *_):
             pass
 
@@ -174,3 +187,99 @@ def test_the_command_line_refuses_what_it_does_not_know(capsys, argument, messag
     with pytest.raises((SystemExit, ValueError)) as error:
         command(["fit", "--config", "configs/quickstart.yaml", argument])
     assert message in capsys.readouterr().err + str(error.value)
+
+
+@dataclass(frozen=True)
+class PartlyJudged(RewardFn):
+    """Cannot judge the first completion of a group; a half where it can."""
+
+    def __call__(self, prompt, completions):
+        return [None, *(float(c.text.count("+") > 0) for c in completions[1:])]
+
+
+def test_completions_that_nobody_can_judge_pass_through_the_whole_loop(tmp_path):
+    module = make_module(reward=RewardSum([RewardTerm(PartlyJudged(), "plus")]), val_samples=2)
+    trainer = make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), SamplerFeedback(), RolloutTable(0)])
+    trainer.fit(module, make_data())
+    batch = module.last_rollouts.batch
+    judged = batch.accuracy[~batch.accuracy.isnan()]
+    assert float(trainer.callback_metrics["rollout/accuracy"]) == pytest.approx(float(judged.mean()))
+    assert all(trials == 3 for _, _, trials in module.last_rollouts.outcomes)
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert json.loads(lines[0], parse_constant=lambda name: pytest.fail(name))["reward"] is None
+
+
+def test_an_accuracy_outside_zero_and_one_is_refused(tmp_path):
+    with pytest.raises(RewardError, match="is_accuracy: true"):
+        run(tmp_path, reward=RewardSum([RewardTerm(OverlongPenalty(max_tokens=4, cache_tokens=2), "overlong")]))
+
+
+def test_weights_loaded_under_the_same_version_reach_the_engine(tmp_path):
+    module, data = make_module(val_samples=1), make_data()
+    trainer = make_trainer(tmp_path, epochs=1)
+    trainer.fit(module, data)
+    digest = model_digest(module.engine.decoder.model)
+    trainer.validate(module, data, verbose=False)
+    assert model_digest(module.engine.decoder.model) == digest
+    module.load_state_dict({n: t * 0.5 for n, t in module.state_dict().items()})
+    trainer.validate(module, data, verbose=False)
+    assert model_digest(module.engine.decoder.model) != digest
+
+
+def test_an_engine_ahead_of_the_learner_is_refused():
+    engine = ScriptedEngine(lambda p, i: [1])
+    engine.policy_version = 6
+    with pytest.raises(StaleEngineError, match="back at 3"):
+        check_fresh(engine, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scheme": "none"}, "scheme=int8_w8a8"),
+        ({"aligned": False}, "aligned=True"),
+        ({"sampling": SamplingParams(max_tokens=12, temperature=0.5)}, "temperature=1.0"),
+        ({"lr_scheduler": lambda o: torch.optim.lr_scheduler.ConstantLR(o)}, "lr_scheduler"),
+    ],
+)
+def test_a_run_is_not_continued_under_other_options(tmp_path, changed, message):
+    trainer = make_trainer(tmp_path, epochs=1, limit_val_batches=0)
+    trainer.fit(make_module(), make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "b", epochs=2, resume=tmp_path / "x.ckpt", **changed)
+
+
+def test_a_trainer_that_changes_the_precision_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, epochs=1, precision="bf16-mixed")
+    with pytest.raises(ValueError, match="dtype: bfloat16"):
+        trainer.fit(make_module(), make_data())
+
+
+def test_acr_with_a_sequence_loss_is_refused_before_anything_is_sampled():
+    with pytest.raises(ValueError, match="SequenceTIS"):
+        make_module(loss=GSPOLoss())
+
+
+def test_a_plateau_schedule_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        run(tmp_path, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_model_output_is_not_read_as_markup(capsys):
+    record = {
+        "iteration": 0, "prompt_id": 1, "prompt": "[b]", "completion": "[/INST] [red]x", "reward": 1.0,
+        "finish_reason": "stop",
+    }  # fmt: skip
+    Console().print(RolloutTable().table([record], 0))
+    assert "[/INST] [red]x" in capsys.readouterr().out
+
+
+def test_a_copied_module_generates(tmp_path):
+    module = make_module()
+    make_trainer(tmp_path, epochs=1, limit_val_batches=0).fit(module, make_data())
+    prompts = make_prompts()
+    copied = copy.deepcopy(module.engine)
+    ours = copied.generate(prompts, SamplingParams(max_tokens=8), seed=1)
+    theirs = module.engine.generate(prompts, SamplingParams(max_tokens=8), seed=1)
+    assert ours[0][0].token_ids.tolist() == theirs[0][0].token_ids.tolist()

@@ -117,7 +117,7 @@ def test_aligned_and_plain_learners_have_nearby_gradients():
 ALGORITHMS = {
     "kl_penalty": {"kl": KLPenalty(1e-2)},
     "gspo": {"loss": GSPOLoss(), "correction": TokenTIS(acr=False), "num_minibatches": 2},
-    "tbpo": {"loss": TBPOLoss(), "correction": NoCorrection(), "num_epochs": 2},
+    "tbpo": {"loss": TBPOLoss(), "correction": NoCorrection()},
     "rloo_sequence_tis": {"advantage": RLOO(), "correction": SequenceTIS()},
     "refill": {"refill": Refill(max_rounds=2)},
     "bf16_compute": {"dtype": "bfloat16"},

@@ -321,14 +321,12 @@ def test_tbpo_weighs_a_sequence_by_its_capped_mismatch(mismatch: float, weight: 
 @pytest.mark.parametrize("loss", RATIO_LOSSES, ids=lambda x: type(x).__name__)
 def test_a_missing_proximal_pass_is_named(loss: PolicyLoss) -> None:
     logprobs, batch = random_case(0)
-    assert loss.uses_old_logprobs
     with pytest.raises(ValueError, match=r"old_logprobs.*run the proximal pass"):
         run(loss, logprobs, dataclasses.replace(batch, old_logprobs=None))
 
 
 def test_reinforce_needs_no_proximal_pass() -> None:
     logprobs, batch = random_case(0)
-    assert not ReinforceLoss().uses_old_logprobs
     output = run(ReinforceLoss(), logprobs, dataclasses.replace(batch, old_logprobs=None))
     expected = -(logprobs * batch.advantages)[batch.loss_mask].mean()
     torch.testing.assert_close(output.loss, expected)

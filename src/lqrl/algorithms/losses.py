@@ -20,13 +20,13 @@ class PolicyLoss(ABC):
 
     Attributes:
         reduction: how token losses are reduced; the learner sums its ``count`` into ``denom``.
-        uses_old_logprobs: whether the proximal pass must fill ``batch.old_logprobs``.
+        accepts_clip_scale: whether ACR's ``clip_scale`` may be set; losses on sequence ratios refuse it.
         uses_clip_range: whether ``clip_range`` is read; if not, scheduling it would change nothing.
         corrects_mismatch: whether the loss weighs the rollout mismatch itself; combine it with `NoCorrection` only.
     """
 
     reduction: Reduction
-    uses_old_logprobs: ClassVar[bool]
+    accepts_clip_scale: ClassVar[bool]
     uses_clip_range: ClassVar[bool]
     corrects_mismatch: ClassVar[bool]
 
@@ -61,7 +61,7 @@ class ClippedLoss(PolicyLoss):
 
     reduction: Reduction = field(default_factory=Reduction)
 
-    uses_old_logprobs: ClassVar[bool] = True
+    accepts_clip_scale: ClassVar[bool] = True
     uses_clip_range: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
 
@@ -101,7 +101,7 @@ class GSPOLoss(PolicyLoss):
     clip_high: float = 4e-4
     reduction: Reduction = field(default_factory=lambda: Reduction("seq_mean_token_mean"))
 
-    uses_old_logprobs: ClassVar[bool] = True
+    accepts_clip_scale: ClassVar[bool] = False
     uses_clip_range: ClassVar[bool] = False
     corrects_mismatch: ClassVar[bool] = False
 
@@ -150,7 +150,7 @@ class TBPOLoss(PolicyLoss):
     mismatch_cap: float = 2.0
     reduction: Reduction = field(default_factory=lambda: Reduction("seq_mean_token_mean"))
 
-    uses_old_logprobs: ClassVar[bool] = True
+    accepts_clip_scale: ClassVar[bool] = False
     uses_clip_range: ClassVar[bool] = False
     corrects_mismatch: ClassVar[bool] = True
 
@@ -194,7 +194,7 @@ class ReinforceLoss(PolicyLoss):
 
     reduction: Reduction = field(default_factory=Reduction)
 
-    uses_old_logprobs: ClassVar[bool] = False
+    accepts_clip_scale: ClassVar[bool] = True
     uses_clip_range: ClassVar[bool] = False
     corrects_mismatch: ClassVar[bool] = False
 

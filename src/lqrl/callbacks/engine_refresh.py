@@ -16,8 +16,9 @@ from lqrl.learner.refresh import refresh_engines
 class EngineRefresh(L.Callback):
     """Ship the learner's weights to its engines before anything is generated with them.
 
-    Refreshes at the start of sanity checking, training, validation and after each iteration, whenever the versions
-    differ. A state that a strategy restores late (``ModelParallelStrategy`` does, after ``on_fit_start``) is thus seen.
+    Refreshes before sanity checking, training, validation and each iteration, and after each iteration, whenever
+    version or weights differ from what was shipped. A state that a strategy restores late (``ModelParallelStrategy``
+    does, after ``on_fit_start``) is thus seen.
 
     Logged after each iteration: ``refresh/seconds``, ``refresh/elements_changed_fraction``,
     ``refresh/codes_changed_fraction``.
@@ -40,6 +41,16 @@ class EngineRefresh(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation engines, and ``trainer.validate`` on its own."""
         self._refresh(pl_module)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Weights that another callback has just swapped in (weight averaging)."""
+        self._refresh(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Weights that changed outside an iteration."""
+        self._refresh(pl_module, full_precision=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

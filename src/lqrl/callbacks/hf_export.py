@@ -35,8 +35,9 @@ class HFExport(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Export once, on rank 0."""
         assert isinstance(pl_module, PolicyModule)
+        target = self.target(trainer)  # a collective: before the gate
         if trainer.is_global_zero:
-            export(pl_module, self.target(trainer), dtype=self.dtype or pl_module.compute_dtype)
+            export(pl_module, target, dtype=self.dtype or pl_module.compute_dtype)
 
 
 def export(module: PolicyModule, directory: Path, *, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lqrl.callbacks.run_folder import checkpoint_folder
+from lqrl.callbacks.run_folder import checkpoint_folder, run_folder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -39,10 +39,22 @@ class InterruptCheckpoint(Checkpoint):
         """Save and stop, on all ranks together, when any rank was told to."""
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             return
+        self._save(trainer)
+        raise KeyboardInterrupt
+
+    def _save(self, trainer: L.Trainer) -> None:
         path = checkpoint_folder(trainer) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
-        rank_zero_info(f"Stopped after a whole iteration. Resume with: --ckpt_path {path}")
-        raise KeyboardInterrupt
+        folder = run_folder(trainer)
+        rank_zero_info(
+            f"Stopped after a whole iteration. Resume with:\n"
+            f"  lqrl fit --config {folder}/config.yaml --ckpt_path {path}"
+        )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A signal after the last iteration: nothing is left to stop, but the promise to save holds."""
+        if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+            self._save(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop listening."""

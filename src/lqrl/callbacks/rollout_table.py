@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import lightning as L
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lqrl.callbacks.run_folder import run_folder
 from lqrl.learner.module import PolicyModule
@@ -32,13 +34,12 @@ class RolloutTable(L.Callback):
     ) -> None:
         """The iteration's rollouts."""
         assert isinstance(pl_module, PolicyModule)
-        rollouts = pl_module.last_rollouts
+        rollouts, folder = pl_module.last_rollouts, run_folder(trainer)  # a collective: before the gate
         if rollouts is None or not trainer.is_global_zero:
             return
         iteration = pl_module.iteration - 1
         records = rollout_records(rollouts, iteration)
         if self.save:
-            folder = run_folder(trainer)
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
@@ -47,16 +48,19 @@ class RolloutTable(L.Callback):
 
     def table(self, records: list[dict[str, Any]], iteration: int) -> Table:
         """The best and the worst rollouts of an iteration."""
-        ranked = sorted(records, key=lambda r: -r["reward"])
+        ranked = sorted(records, key=lambda r: -math.inf if r["reward"] is None else r["reward"], reverse=True)
+        best = {r["prompt_id"]: r for r in reversed(ranked)}  # one text a prompt: its best, and below its worst
+        worst = {r["prompt_id"]: r for r in ranked}
         half = self.rows // 2
-        shown = ranked[: self.rows - half] + ranked[len(ranked) - half :] if len(ranked) > self.rows else ranked
-        table = Table(title=f"iteration {iteration}")
+        top = sorted(best.values(), key=ranked.index)[: self.rows - half]
+        bottom = sorted(worst.values(), key=ranked.index)[-half:] if half else []
+        shown = top + [r for r in bottom if r not in top]
+        table = Table(title=f"iteration {iteration}: best and worst of different prompts")
         for column in ("reward", "prompt", "completion", "end"):
             table.add_column(column, overflow="fold")
         for r in shown:
-            table.add_row(
-                f"{r['reward']:.2f}", r["prompt"][-self.width :], r["completion"][-self.width :], r["finish_reason"]
-            )
+            texts = (Text(r[key][-self.width :]) for key in ("prompt", "completion"))  # model output is no markup
+            table.add_row("-" if r["reward"] is None else f"{r['reward']:.2f}", *texts, r["finish_reason"])
         return table
 
 
@@ -72,10 +76,15 @@ def rollout_records(rollouts: Rollouts, iteration: int) -> list[dict[str, Any]]:
             "sample_index": c.sample_index,
             "prompt": p.text,
             "completion": c.text,
-            "reward": round(float(batch.rewards[i]), 6),
-            "terms": dict(zip(batch.term_names, batch.reward_terms[i].tolist(), strict=True)),
+            "reward": _plain(float(batch.rewards[i])),
+            "terms": dict(zip(batch.term_names, map(_plain, batch.reward_terms[i].tolist()), strict=True)),
             "tokens": len(c.token_ids),
             "finish_reason": c.finish_reason,
         }
         for i, (p, c) in enumerate(pairs)
     ]
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN: an unscored completion is null."""
+    return None if math.isnan(value) else round(value, 6)

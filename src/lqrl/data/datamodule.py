@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lqrl.data.prompts import PromptDataset, PromptSource
@@ -188,9 +189,17 @@ class PromptDataModule(L.LightningDataModule):
         self._awaits_outcomes = False
         self._fitted()[1].observe(prompt_ids, successes, trials)
 
+    def beliefs(self, prompt_ids: Sequence[int]) -> Tensor | None:
+        """Success rates that the sampler expects of training prompts, or ``None`` when it has no idea."""
+        return self._fitted()[1].beliefs(prompt_ids)
+
     def sampler_metrics(self) -> dict[str, float]:
         """What the sampler reports about itself."""
         return self._fitted()[1].metrics()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """An iteration that failed has no outcomes to wait for."""
+        self._awaits_outcomes = False
 
     # ---------------------------------------------------------------- state
 

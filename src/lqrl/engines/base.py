@@ -62,7 +62,8 @@ class RolloutEngine(ABC):
         """Draw ``params.n`` completions for each prompt, in the order of ``prompts``.
 
         The draw of a sample depends on ``seed``, the prompt's id and the sample's index, and on nothing else that
-        the caller chooses (order, company, world size).
+        the caller chooses (order, company, world size), as far as the logits do not: a product that rounds differently
+        in another batch can turn a close draw, in bf16 more often than in fp32.
 
         Raises:
             StaleEngineError: when no refresh has succeeded yet, or the last one failed.

@@ -15,9 +15,22 @@ def learner_state(module: PolicyModule) -> dict[str, Any]:
     return {
         "policy_version": module.policy_version,
         "iteration": module.iteration,
-        "scheme": module.scheme.name,
+        "validations": [[version, dict(scores)] for version, scores in module.validation.history],
+        **run_options(module),
+    }
+
+
+def run_options(module: PolicyModule) -> dict[str, Any]:
+    """What must not change in the middle of a run."""
+    return {
         "model_type": module.policy.config.model_type,
+        "scheme": module.scheme.name,
+        "aligned": module.aligned,
+        "dtype": str(module.compute_dtype),
         "uaq_scale": module.uaq_scale,
+        "temperature": module.sampling.temperature,
+        "top_p": module.sampling.top_p,
+        "top_k": module.sampling.top_k,
         "seed": module.seed,
     }
 
@@ -41,10 +54,23 @@ def check_same_model(module: PolicyModule, checkpoint: dict[str, Any]) -> dict[s
             f"(checkpoint {theirs.get(n, 'absent')}, configured model {ours.get(n, 'absent')}); "
             f"set model.init_args.model to the model that wrote it (a {state['model_type']})"
         )
-    for name, value in (("uaq_scale", module.uaq_scale), ("seed", module.seed)):
+    return state
+
+
+def check_same_run(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
+    """Refuse to continue a run under options that change what it computes.
+
+    Raises:
+        ValueError: naming the option, or a learning-rate schedule that came or went.
+    """
+    state = checkpoint["lqrl"]
+    for name, value in run_options(module).items():
         if state[name] != value:
             raise ValueError(
                 f"the checkpoint was written with {name}={state[name]}, the config says {value}; "
-                f"resume with the run's own config.yaml, or start a new run from an exported model"
+                f"resume with the run's own config.yaml, or start a new run from its export"
             )
-    return state
+    if bool(checkpoint.get("lr_schedulers")) != (module.lr_scheduler is not None):
+        raise ValueError(
+            "lr_scheduler was added or removed since the checkpoint; resume with the run's own config.yaml"
+        )

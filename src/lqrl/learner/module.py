@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lqrl.algorithms import (
@@ -19,14 +19,14 @@ from lqrl.algorithms import (
     ClippedLoss,
     Correction,
     KLPenalty,
-    NoCorrection,
     PolicyLoss,
     TokenTIS,
 )
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
-from lqrl.learner.checkpoint import check_same_model, learner_state
+from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
+from lqrl.learner.options import check_options, check_precision
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.learner.update import (
@@ -45,13 +45,13 @@ from lqrl.modeling.sources import load_tokenizer, resolve_source
 from lqrl.quant import QuantScheme, export_weights, fold_, prepare_
 from lqrl.rewards import RewardSum
 from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, to_train_batch
-from lqrl.rollouts.collect import DrawMore
-from lqrl.types import ClipRange, Prompt, PromptBatch, SamplingParams, TrainBatch
+from lqrl.rollouts.collect import Beliefs, DrawMore
+from lqrl.types import ClipRange, Prompt, PromptBatch, Ratio, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+SHOWN = {"reward": "rollout/reward", "mismatch_kl": "mismatch/k3", "tokens_per_s": "speed/rollout_tokens_per_second"}
 
 
 class PolicyModule(L.LightningModule):
@@ -131,23 +131,16 @@ class PolicyModule(L.LightningModule):
         self.uaq_scale, self.max_staleness = uaq_scale, max_staleness
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
         self.seed = seed
-        self._check_options()
+        check_options(self)
         self.policy_version, self.iteration = 0, 0
         self.last_rollouts: Rollouts | None = None
         self.draw_more: DrawMore | None = None
+        self.beliefs: Beliefs | None = None
+        self.shipped: dict[str, tuple[int, ...]] = {}
         self.full_engine: RolloutEngine | None = None
         self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict
         self._reference: list[Scorer] = []
         self.validation = Validation(["val", "val_full"] if validate_full_precision else ["val"], val_samples)
-
-    def _check_options(self) -> None:
-        if min(self.num_minibatches, self.num_epochs, self.token_budget, self.val_samples) < 1:
-            raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
-        if self.loss.corrects_mismatch and not isinstance(self.correction, NoCorrection):
-            raise ValueError(
-                f"{type(self.loss).__name__} weighs the rollout mismatch itself: set correction to "
-                f"lqrl.algorithms.NoCorrection, not {type(self.correction).__name__}, or every token is weighed twice"
-            )
 
     # ---------------------------------------------------------------- building
 
@@ -158,19 +151,18 @@ class PolicyModule(L.LightningModule):
         policy = load_model(resolve_source(self.model_name), dtype=self.master_dtype)
         self.tokenizer = load_tokenizer(self.model_name)
         folded = fold_(policy, self.uaq_scale) if self.uaq_scale != 1.0 else 0
-        swapped = prepare_(policy, self.scheme, export_dtype=self.compute_dtype) if self.learner_quantizes else []
+        swapped = (
+            prepare_(policy, self.scheme, export_dtype=self.compute_dtype)
+            if self.aligned and self.scheme.quantizes
+            else []
+        )
         policy.train()
         self.policy = policy
         self._scorer = [Scorer(policy, self.sampling.temperature, self.compute_dtype)]
-        log.info(
-            "policy %s: %s parameters, scheme %s, %d aligned linears, %d linears scaled by UAQ",
-            self.model_name, f"{sum(p.numel() for p in policy.parameters()):,}", self.scheme.name, len(swapped), folded,
-        )  # fmt: skip
-
-    @property
-    def learner_quantizes(self) -> bool:
-        """Whether the learner's own forward computes with low-bit numbers."""
-        return self.aligned and self.scheme.quantizes
+        rank_zero_info(
+            f"policy {self.model_name}: {sum(p.numel() for p in policy.parameters()):,} parameters, rollouts in "
+            f"{self.scheme.name}, {len(swapped)} aligned linear layers, {folded} scaled by UAQ"
+        )
 
     def build_engines(self, device: torch.device) -> None:
         """Build the rollout engine, the full-precision one if validation asks for it, and the reference policy."""
@@ -204,10 +196,17 @@ class PolicyModule(L.LightningModule):
         return tuple(dict.fromkeys([*ids, cast(int, self.tokenizer.eos_token_id)]))
 
     def setup(self, stage: str) -> None:
-        """Build what needs the device (Lightning hook)."""
+        """Build what needs the device (Lightning hook).
+
+        Raises:
+            ValueError: when the Trainer would change the precision of the forward pass.
+        """
+        check_precision(self.trainer.precision)
         self.build_engines(self.trainer.strategy.root_device)
-        if self.refill is not None:
-            self.draw_more = prompt_data(self.trainer).refill
+        if stage == "fit":
+            data = prompt_data(self.trainer)
+            self.beliefs = data.beliefs
+            self.draw_more = data.refill if self.refill is not None else None
 
     # ---------------------------------------------------------------- forward
 
@@ -226,7 +225,7 @@ class PolicyModule(L.LightningModule):
     # ---------------------------------------------------------------- one iteration
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Roll out, credit, learn; see the data-flow table in the docs."""
+        """Roll out, credit, learn; the README's table, line by line."""
         rollouts = self.collect(batch.prompts)
         train_batch, credit = self.learn_from(rollouts)
         sync = (
@@ -245,13 +244,8 @@ class PolicyModule(L.LightningModule):
             scheduler.step()
         metrics = {**sum_ratios([rollout_metrics(rollouts)], self.device), **credit, **learned, **self.speed(rollouts)}
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(batch))
-        shown = {
-            "reward": "rollout/reward",
-            "mismatch_kl": "mismatch/k3",
-            "tokens_per_s": "speed/rollout_tokens_per_second",
-        }
         self.log_dict(
-            {k: metrics[v] for k, v in shown.items() if v in metrics},
+            {short: metrics[name] for short, name in SHOWN.items() if name in metrics},
             prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=len(batch),
         )  # fmt: skip
 
@@ -269,6 +263,7 @@ class PolicyModule(L.LightningModule):
             seed=derive_seed(self.seed, "rollout", self.iteration),
             refill=self.refill,
             draw_more=self.draw_more,
+            beliefs=self.beliefs,
         )
 
     def learn_from(self, rollouts: Rollouts) -> tuple[TrainBatch, dict[str, float]]:
@@ -279,7 +274,8 @@ class PolicyModule(L.LightningModule):
             batch = replace(batch, old_logprobs=score(self, batch, token_budget=self.token_budget))
         if self.kl is not None:
             batch = replace(batch, ref_logprobs=score(self._reference[0], batch, token_budget=self.token_budget))
-        return batch, advantages.metrics
+        credit = {n: Ratio(torch.tensor(v), torch.tensor(1.0)) for n, v in advantages.metrics.items()}
+        return batch, sum_ratios([credit], self.device)
 
     @property
     def on_policy(self) -> bool:
@@ -323,8 +319,7 @@ class PolicyModule(L.LightningModule):
     def finish_iteration(self, rollouts: Rollouts) -> None:
         """The policy has changed: a new version, a new iteration."""
         self.last_rollouts = rollouts
-        self.policy_version += 1
-        self.iteration += 1
+        self.policy_version, self.iteration = self.policy_version + 1, self.iteration + 1
 
     # ---------------------------------------------------------------- validation
 
@@ -342,7 +337,7 @@ class PolicyModule(L.LightningModule):
             decode=self.decode, budget=UniformBudget(self.val_samples), pad_token_id=self.pad_token_id,
             seed=derive_seed(self.seed, "validation"),
         )  # fmt: skip
-        for name, metric in self.validation.update(kind, rollouts.outcomes).items():
+        for name, metric in self.validation.update(kind, rollouts.batch).items():
             self.log(name, metric, prog_bar=kind == "val", batch_size=len(batch))
 
     def on_validation_epoch_end(self) -> None:
@@ -366,7 +361,7 @@ class PolicyModule(L.LightningModule):
         return pad if isinstance(pad, int) else self.eos_token_ids[0]
 
     def exported_weights(self, scheme: QuantScheme | None = None) -> Any:
-        """The named tensors that an engine of ``scheme`` (the module's own by default) loads."""
+        """What an engine of ``scheme`` (the module's own by default) loads."""
         return export_weights(self.policy, scheme or self.scheme, export_dtype=self.compute_dtype)
 
     def speed(self, rollouts: Rollouts) -> dict[str, float]:
@@ -385,7 +380,10 @@ class PolicyModule(L.LightningModule):
         optimizer = self.optimizer(self.policy.parameters())
         if self.lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+        scheduler = self.lr_scheduler(optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("lr_scheduler: ReduceLROnPlateau is not supported; use a schedule of the iteration")
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the parameters do not say: version, iteration, format, model."""
@@ -395,6 +393,8 @@ class PolicyModule(L.LightningModule):
         """Refuse a checkpoint of another model or format, then restore version and iteration."""
         self.configure_model()
         state = check_same_model(self, checkpoint)
-        if self.trainer.training:  # Lightning finds a datamodule's state only under the very same class name
-            prompt_data(self.trainer).restore(checkpoint)
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            check_same_run(self, checkpoint)
+            prompt_data(self._trainer).restore(checkpoint)  # Lightning looks only under the very same class name
         self.policy_version, self.iteration = state["policy_version"], state["iteration"]
+        self.validation.history = [(v, dict(scores)) for v, scores in state["validations"]]

@@ -15,7 +15,7 @@ from lqrl.types import RefreshReport
 def refresh_engines(
     module: PolicyModule, stages: Sequence[WeightStage] = (), *, full_precision: bool = True
 ) -> RefreshReport | None:
-    """Bring every engine of ``module`` to its policy version; engines that are there already are left alone.
+    """Bring every engine of ``module`` to its policy version and weights; those that hold them are left alone.
 
     Args:
         module: with engines built.
@@ -29,15 +29,23 @@ def refresh_engines(
     Raises:
         RefreshError: from the engine; it then refuses to generate.
     """
-    version, report = module.policy_version, None
-    if module.engine.policy_version != version:
+    version, stamp, report = module.policy_version, weights_stamp(module), None
+    if module.engine.policy_version != version or module.shipped.get("rollout") != stamp:
         weights: NamedTensors = module.exported_weights()
         for stage in stages:
             weights = stage(weights, policy_version=version)
         report = _ship(module.engine, weights, version)
-    if full_precision and module.full_engine is not None and module.full_engine.policy_version != version:
-        _ship(module.full_engine, module.exported_weights(QuantScheme.preset("none")), version)
+        module.shipped["rollout"] = stamp
+    full = module.full_engine
+    if full_precision and full is not None and (full.policy_version != version or module.shipped.get("full") != stamp):
+        _ship(full, module.exported_weights(QuantScheme.preset("none")), version)
+        module.shipped["full"] = stamp
     return report
+
+
+def weights_stamp(module: PolicyModule) -> tuple[int, ...]:
+    """Changes with every write to a parameter: a loaded checkpoint or averaged weights have no version of their own."""
+    return tuple(p._version for p in module.policy.parameters())
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def accumulate_gradients(
     backward: Backward,
     no_sync: NoSync = contextlib.nullcontext,
     anchor: Callable[[], Tensor],
-) -> list[dict[str, Ratio]]:
+) -> list[dict[str, Ratio]] | None:
     """Backward passes of one optimizer step; the gradient is that of the whole minibatch over all ranks.
 
     Args:
@@ -132,7 +132,8 @@ def accumulate_gradients(
         anchor: a zero that depends on every parameter, so that a rank with no rows still joins the reduction.
 
     Returns:
-        The metrics of each micro-batch. Empty when no rank has anything to learn; then there are no gradients.
+        The metrics of each micro-batch, none on a rank without rows; or ``None``, on every rank, when no rank has
+        anything to learn. Then there are no gradients.
     """
     reduction = objective.loss.reduction
     corrected_ahead = batch.old_logprobs is not None
@@ -144,7 +145,7 @@ def accumulate_gradients(
     # on the fly (no proximal pass) stays in it, one rejected ahead has left it.
     denom = all_sum(reduction.count(batch.loss_mask).float())
     if float(denom) == 0.0:
-        return []
+        return None
     scale = float(world_size())  # DDP and FSDP average over ranks; the denominator already counts all of them
     parts = microbatches(batch.attention_mask.sum(1).cpu(), token_budget)
     if not parts:
@@ -160,8 +161,7 @@ def accumulate_gradients(
             out = objective.loss(logprobs, part, denom=denom, clip_range=clip_range)
             loss = out.loss
             metrics.append(out.metrics)
-            if objective.kl is not None:
-                assert part.ref_logprobs is not None
+            if objective.kl is not None and part.ref_logprobs is not None:
                 penalty = objective.kl(logprobs, part.ref_logprobs, part.loss_mask, denom=denom, reduction=reduction)
                 loss = loss + penalty.loss
                 metrics.append(penalty.metrics)
@@ -208,9 +208,10 @@ def update_policy(
                 no_sync=no_sync,
                 anchor=lambda: sum((p.float().sum() * 0.0 for p in parameters), torch.zeros((), device=device)),
             )
-            collected += metrics
-            norm = clip_gradients_(parameters, max_grad_norm) if metrics else None
-            if norm is not None and bool(torch.isfinite(norm)):
+            collected += metrics or []
+            norm = clip_gradients_(parameters, max_grad_norm) if metrics is not None else None
+            # A norm of 0 is no signal either: the optimizer would still move by its momentum.
+            if norm is not None and bool(torch.isfinite(norm)) and float(norm) > 0:
                 norms.append(norm)
                 optimizer.step()
     steps = num_epochs * num_minibatches
@@ -220,7 +221,7 @@ def update_policy(
         **sum_ratios(collected, device),
         "train/grad_norm": float(torch.stack(norms).mean()) if norms else 0.0,
         "train/skipped_steps": float(steps - len(norms)),
-        "train/rows": float(len(batch)),
+        "train/rows": float(all_sum(torch.tensor(float(len(batch)), device=device))),
         "train/lr": float(optimizer.param_groups[0]["lr"]),
     }
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lqrl.metrics import PassAtK
+from lqrl.types import RolloutBatch
 
 
 class Validation(nn.Module):
@@ -29,14 +30,20 @@ class Validation(nn.Module):
         self.metrics = nn.ModuleDict({f"{kind}_{k}": PassAtK(k) for kind, k in self.names})
         self.history: list[tuple[int, dict[str, float]]] = []
 
-    def update(self, kind: str, outcomes: Sequence[tuple[int, float, int]]) -> dict[str, PassAtK]:
-        """Add ``(prompt id, successes, trials)`` of an engine's completions; returns its metrics by name, to log."""
-        updated = {self.names[kind, k]: cast(PassAtK, self.metrics[f"{kind}_{k}"]) for k in self.ks}
-        for metric in updated.values():
-            successes = torch.tensor([s for _, s, _ in outcomes], device=metric.device)
-            trials = torch.tensor([t for _, _, t in outcomes], device=metric.device)
-            metric.update(successes, trials)
-        return updated
+    def update(self, kind: str, batch: RolloutBatch) -> dict[str, PassAtK]:
+        """Add an engine's scored completions; returns its metrics by name, to log.
+
+        A completion passes when its accuracy is 1. Completions that no reward could judge are left out; a prompt with
+        fewer than k judged ones does not count for pass@k.
+        """
+        judged, size = ~batch.accuracy.isnan(), int(batch.group_ids.max()) + 1
+        passed = torch.zeros(size).index_add(0, batch.group_ids, ((batch.accuracy >= 1) & judged).float())
+        trials = torch.zeros(size).index_add(0, batch.group_ids, judged.float())
+        updated = {k: cast(PassAtK, self.metrics[f"{kind}_{k}"]) for k in self.ks}
+        for k, metric in updated.items():
+            enough = trials >= k
+            metric.update(passed[enough].to(metric.device), trials[enough].to(metric.device))
+        return {self.names[kind, k]: metric for k, metric in updated.items()}
 
     def finish(self, policy_version: int) -> dict[str, float]:
         """The scores of this validation, also noted in ``history``; collective, every rank calls it."""

@@ -51,6 +51,8 @@ class PassAtK(Metric):
             )
         if ((successes < 0) | (successes > trials)).any():
             raise ValueError("PassAtK.update: successes must be between 0 and trials")
+        if (successes != successes.round()).any():
+            raise ValueError("PassAtK.update: successes must be whole; say from which score on a completion passes")
         drawn = torch.arange(self.k, device=trials.device, dtype=torch.float64)
         # The chance that draw j fails too, after j failures; one factor is 0 when there are fewer failures than draws.
         all_fail = (((trials - successes)[:, None] - drawn) / (trials[:, None] - drawn)).prod(1)

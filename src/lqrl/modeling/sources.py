@@ -39,11 +39,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; see `resolve_source`.
 
     Raises:
+        FileNotFoundError: when it is neither here nor on a hub that can be reached.
         ValueError: when it has no EOS token, so that no completion could end.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_source(name))
+    source = resolve_source(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name} is no directory in {Path.cwd()} and could not be fetched as a hub name "
+            f"({str(error).splitlines()[0]})"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
     return tokenizer

@@ -254,6 +254,10 @@ class QuantizedLinear(LowBitLinear):
         self.pack()
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._packed_version = self.weight._version  # a copied or unpickled tensor counts its writes anew
+
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.method.code_dtype}"

@@ -112,7 +112,8 @@ class RewardSum:
         """Score ``groups[i]``, the completions of ``prompts[i]``.
 
         Raises:
-            RewardError: when a reward raises, returns another number of values than completions, or NaN or infinity.
+            RewardError: when a reward raises, returns another number of values than completions, or NaN or infinity, or
+                when the accuracy term leaves [0, 1].
             ValueError: when there is not one group for each prompt.
         """
         if len(prompts) != len(groups):
@@ -126,7 +127,15 @@ class RewardSum:
         for k, term in enumerate(self.terms):
             if term.weight:  # a term of weight 0 must not spread its NaN
                 rewards = rewards + term.weight * terms[:, k]
-        return RewardOutput(rewards, terms, terms[:, self.accuracy_index].clone(), self.names)
+        accuracy = terms[:, self.accuracy_index].clone()
+        odd = accuracy[(accuracy < 0) | (accuracy > 1)]
+        if len(odd):
+            raise RewardError(
+                f"term {self.names[self.accuracy_index]!r} is the accuracy that samplers and pass@k read, but has the "
+                f"value {float(odd[0]):g}; mark a term with values in [0, 1] with is_accuracy: true "
+                "(weight 0 only logs it)"
+            )
+        return RewardOutput(rewards, terms, accuracy, self.names)
 
 
 def _call(term: RewardTerm, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:

@@ -36,7 +36,14 @@ class TaskReward(RewardFn):
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """``[n]`` of 0 and 1; the row is the prompt's fields plus ``prompt`` and ``answer``."""
         row = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
-        return [float(self.task.check(row, completion.text)) for completion in completions]
+        try:
+            return [float(self.task.check(row, completion.text)) for completion in completions]
+        except KeyError as error:
+            raise ValueError(
+                f"the checker of {type(self.task).__name__} needs the column {error}, prompt {prompt.id} has "
+                f"{sorted(row)}; "
+                "give it prompts of its own task, or use lqrl.rewards.ExactAnswer"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,8 @@ class ExactAnswer(RewardFn):
             return found[-1].group(1 if found[-1].re.groups else 0) if found else None
         if self.after is not None:
             _, marker, rest = text.rpartition(self.after)
-            lines = rest.strip().splitlines()
-            return lines[0] if marker and lines else None
+            lines = rest.splitlines()
+            return lines[0].strip() if marker and lines else None
         return text
 
     def _equal(self, answer: str | None, gold: str) -> bool:

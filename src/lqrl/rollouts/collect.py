@@ -18,6 +18,7 @@ from lqrl.types import Completion, Prompt, RolloutBatch, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 DrawMore = Callable[[int], "list[Prompt] | None"]
+Beliefs = Callable[[Sequence[int]], "Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Refill:
     def __post_init__(self) -> None:
         if self.max_rounds < 1:
             raise ValueError(f"Refill.max_rounds must be at least 1, got {self.max_rounds}")
+
+    def check_exhausted(self, missing: int, wanted: int, rounds: int) -> None:
+        """Raise a RuntimeError if told to, when ``missing`` of ``wanted`` groups have no signal after ``rounds``."""
+        if self.on_exhausted == "raise":
+            raise RuntimeError(
+                f"{missing} of {wanted} groups still have equal rewards after {rounds} rounds; "
+                "raise Refill.max_rounds, choose easier or harder prompts, or set on_exhausted: train_partial"
+            )
 
 
 @dataclass
@@ -76,6 +85,11 @@ def check_fresh(engine: RolloutEngine, policy_version: int, max_staleness: int) 
             "add lqrl.callbacks.EngineRefresh to trainer.callbacks"
         )
     lag = policy_version - engine.policy_version
+    if lag < 0:
+        raise StaleEngineError(
+            f"the engine serves policy version {engine.policy_version}, the learner is back at {policy_version}: "
+            "an older checkpoint was loaded; refresh the engine (lqrl.callbacks.EngineRefresh) before generating"
+        )
     if lag > max_staleness:
         raise StaleEngineError(
             f"the engine serves policy version {engine.policy_version}, the learner is at {policy_version} "
@@ -96,6 +110,7 @@ def collect(
     seed: int,
     refill: Refill | None = None,
     draw_more: DrawMore | None = None,
+    beliefs: Beliefs | None = None,
 ) -> Rollouts:
     """Generate and score completions of ``prompts``, refilling groups without a signal if asked to.
 
@@ -111,6 +126,7 @@ def collect(
         refill: dynamic sampling, off when ``None``.
         draw_more: draws that many fresh prompts; called by every rank in every round (it may be collective), and
             returns ``None`` when no rank needs more.
+        beliefs: expected success rates of prompts, for budgets that differ by prompt.
 
     Raises:
         RewardError: when a reward raises or returns something unusable.
@@ -124,23 +140,21 @@ def collect(
     rounds, tokens, pending = 0, 0, list(prompts)
     while True:
         rounds += 1
-        scored = _round(engine, pending, params, reward, decode, budget, seed, seconds) if pending else []
+        ids = [p.id for p in pending]
+        counts = budget(ids, beliefs(ids) if beliefs is not None else None)
+        scored = _round(engine, pending, counts, params, reward, decode, seed, seconds) if pending else []
         outcomes += [s.outcome for s in scored]
         tokens += sum(len(c.token_ids) for s in scored for c in s.completions)
         kept += [s for s in scored if refill is None or s.informative]
         spare += [s for s in scored if refill is not None and not s.informative]
         if refill is None or draw_more is None or rounds >= refill.max_rounds:
             break
-        more = draw_more(wanted - len(kept))
-        if more is None:
+        if (more := draw_more(wanted - len(kept))) is None:
             break
         pending = more
     missing = wanted - len(kept)
-    if missing and refill is not None and refill.on_exhausted == "raise":
-        raise RuntimeError(
-            f"{missing} of {wanted} groups still have equal rewards after {rounds} rounds; "
-            "raise Refill.max_rounds, choose easier or harder prompts, or set on_exhausted: train_partial"
-        )
+    if missing and refill is not None:
+        refill.check_exhausted(missing, wanted, rounds)
     # Groups without a signal fill the places nobody else took, so that a batch is never empty or of another size.
     final = kept + spare[: max(0, missing)]
     return _join(final, reward, pad_token_id, outcomes, rounds, tokens, seconds)
@@ -171,14 +185,13 @@ class _Scored:
 def _round(
     engine: RolloutEngine,
     prompts: list[Prompt],
+    counts: Sequence[int],
     params: SamplingParams,
     reward: RewardSum,
     decode: Decode,
-    budget: RolloutBudget,
     seed: int,
     seconds: dict[str, float],
 ) -> list[_Scored]:
-    counts = budget([p.id for p in prompts], None)
     started = time.perf_counter()
     drawn = engine.generate(prompts, replace(params, n=tuple(counts)), seed=seed)
     generated = time.perf_counter()

@@ -17,8 +17,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
         ``rollout/rounds``.
     """
     batch = rollouts.batch
-    rows = torch.tensor(float(len(batch)))
-    mean = lambda x: Ratio(x.double().nansum(), rows.double())  # noqa: E731
+    mean = lambda x: Ratio(x.double().nansum(), (~x.isnan()).sum().double())  # noqa: E731 - unscored rows do not count
     metrics = {
         "rollout/reward": mean(batch.rewards),
         "rollout/accuracy": mean(batch.accuracy),
@@ -27,8 +26,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
     }
     for k, name in enumerate(batch.term_names):
         metrics[f"rollout/reward_{name}"] = mean(batch.reward_terms[:, k])
-    flat = sum(1 for _, successes, trials in rollouts.outcomes if successes in (0.0, float(trials)))
-    groups = torch.tensor(float(rollouts.generated_groups)).double()
+    judged = [(successes, trials) for _, successes, trials in rollouts.outcomes if trials]
+    flat = sum(1 for successes, trials in judged if successes in (0.0, float(trials)))
+    groups = torch.tensor(float(len(judged))).double()
     metrics["rollout/equal_reward_fraction"] = Ratio(torch.tensor(float(flat)).double(), groups)
     metrics["rollout/rounds"] = Ratio(torch.tensor(float(rollouts.rounds)).double(), torch.tensor(1.0).double())
     return metrics

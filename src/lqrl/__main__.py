@@ -1,0 +1,5 @@
+"""``python -m lqrl`` is the ``lqrl`` command."""
+
+from lqrl.cli import main
+
+main()
