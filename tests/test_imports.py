@@ -20,7 +20,7 @@ LAYERS = (
     ("lqrl.engines", "lqrl.learner.weights"),
     ("lqrl.learner", "lqrl.data.datamodule"),
     ("lqrl.callbacks",),
-    ("lqrl.cli", "lqrl.fabric"),
+    ("lqrl.cli", "lqrl.fabric", "lqrl.__main__"),
     ("lqrl.testing",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
