@@ -7,15 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from engine_models import CONFIGS
 from transformers import (
     AutoModelForCausalLM,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from lqrl.engines.base import EngineSpec, StaleEngineError
@@ -25,26 +20,6 @@ from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, SamplingParams
 
-SIZES = {
-    "vocab_size": 56,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "gemma": GemmaConfig(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "mistral": MistralConfig(**SIZES, sliding_window=5),
-}
 NONE, INT8 = QuantScheme.preset("none"), QuantScheme.preset("int8_w8a8")
 PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(1, 3 + 3 * i))) for i in range(4)]  # 2, 5, 8, 11 tokens
 COUNTS = (3, 6, 1, 4)

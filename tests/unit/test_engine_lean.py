@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_models import CONFIGS, SIZES
 from transformers import (
     Gemma3TextConfig,
-    GemmaConfig,
     LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from lqrl.engines.base import EngineSpec
@@ -21,27 +18,6 @@ from lqrl.modeling.attention import PackedContext
 from lqrl.modeling.backbone import load_model, run_decoder
 from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme
-
-SIZES = {
-    "vocab_size": 56,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-CONFIGS = [
-    LlamaConfig(**SIZES),
-    Qwen2Config(**SIZES),
-    Qwen3Config(**SIZES, head_dim=16),
-    GemmaConfig(**SIZES, head_dim=8, tie_word_embeddings=True),
-    MistralConfig(**SIZES, sliding_window=5),
-]
 
 
 def decoder(config: PretrainedConfig, dtype: torch.dtype, scheme: str = "none") -> Decoder:
@@ -54,7 +30,7 @@ def decoder(config: PretrainedConfig, dtype: torch.dtype, scheme: str = "none") 
 
 @pytest.mark.parametrize("scheme", ["none", "int8_w8a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=lambda c: c.model_type)
 def test_lean_layers_equal_transformers_bit_for_bit(config: PretrainedConfig, dtype: torch.dtype, scheme: str) -> None:
     built = decoder(config, dtype, scheme)
     assert built.lean is not None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from engine_models import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,19 +21,6 @@ from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Prompt, SamplingParams
 
-SIZES = {
-    "vocab_size": 56,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 CPU = torch.device("cpu")
 CONFIG = Qwen2Config(**SIZES)
 NONE, INT8 = QuantScheme.preset("none"), QuantScheme.preset("int8_w8a8")
