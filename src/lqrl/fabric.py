@@ -58,7 +58,13 @@ def fit(
         for batch in data.train_dataloader():
             rollouts = module.collect(batch.prompts)
             train_batch, credit = module.learn_from(rollouts)
-            learned = module.optimize(train_batch, forward=forward, optimizer=optimizer, backward=fabric.backward)
+            learned = module.optimize(
+                train_batch,
+                forward=forward,
+                optimizer=optimizer,
+                backward=fabric.backward,
+                no_sync=lambda: fabric.no_backward_sync(forward),
+            )
             module.finish_iteration(rollouts)
             if scheduler is not None:
                 scheduler.step()

@@ -55,8 +55,9 @@ def test_two_ranks_resume_bit_for_bit(two, tmp_path):
         assert min(k[0] for k in ours["rows"]) == 3
 
 
-def test_a_rank_without_rows_steps_with_the_others(tmp_path):
-    ranks = launch(tmp_path, devices=2, epochs=2, resume="few")
+@pytest.mark.parametrize("mode", ["few", "fabric"])
+def test_a_rank_without_rows_steps_with_the_others(tmp_path, mode):
+    ranks = launch(tmp_path, devices=2, epochs=2, resume=mode)
     # The scenario is there: in some iteration one rank learned from rows and the other had none.
     assert any((a == 0) != (b == 0) for a, b in zip(ranks[0]["learned"], ranks[1]["learned"], strict=True))
     assert all(torch.equal(t, ranks[1]["weights"][n]) for n, t in ranks[0]["weights"].items())

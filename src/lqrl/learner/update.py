@@ -129,7 +129,7 @@ def accumulate_gradients(
         token_budget: most real tokens a forward pass.
         backward: runs the backward pass of a scalar.
         no_sync: context that keeps gradients local; every micro-batch but the last runs in it.
-        anchor: a zero that depends on every parameter, so that a rank with no rows still joins the reduction.
+        anchor: a zero that went through ``forward``, so that a rank with no rows still joins the reduction.
 
     Returns:
         The metrics of each micro-batch, none on a rank without rows; or ``None``, on every rank, when no rank has
@@ -193,6 +193,8 @@ def update_policy(
         Metrics averaged over tokens, micro-batches, steps and ranks.
     """
     device = parameters[0].device
+    # A rank without rows still takes part: its wrapper must see a forward pass, or the others wait for ever.
+    dummy = torch.zeros(1, 2, dtype=torch.long, device=device), torch.ones(1, 2, dtype=torch.bool, device=device)
     collected: list[dict[str, Ratio]] = []
     norms: list[Tensor] = []
     for epoch in range(num_epochs):
@@ -206,7 +208,7 @@ def update_policy(
                 token_budget=token_budget,
                 backward=backward,
                 no_sync=no_sync,
-                anchor=lambda: sum((p.float().sum() * 0.0 for p in parameters), torch.zeros((), device=device)),
+                anchor=lambda: forward(*dummy).sum() * 0.0,
             )
             collected += metrics or []
             norm = clip_gradients_(parameters, max_grad_norm) if metrics is not None else None
