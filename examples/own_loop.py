@@ -61,7 +61,9 @@ def main() -> None:
         model=POLICY,
         scheme="int8_w8a8",
         engine=TorchEngineFactory(max_num_seqs=256),
-        reward=RewardSum([RewardTerm(TaskReward(Countdown()), "correct"), RewardTerm(Brevity(), "brevity", weight=0.1)]),
+        reward=RewardSum(
+            [RewardTerm(TaskReward(Countdown()), "correct"), RewardTerm(Brevity(), "brevity", weight=0.1)]
+        ),
         sampling=SamplingParams(max_tokens=16),
         optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.0),
     )
