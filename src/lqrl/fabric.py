@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lqrl.callbacks.sampler_feedback import gather_outcomes
+from lqrl.callbacks.sampler_feedback import feed_back
 from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
@@ -69,8 +69,7 @@ def fit(
             if scheduler is not None:
                 scheduler.step()
             report = refresh_engines(module, stages, full_precision=False)
-            outcomes = gather_outcomes(rollouts.outcomes)
-            data.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
+            feed_back(data, rollouts.outcomes)
             metrics = {**sum_ratios([rollout_metrics(rollouts)], fabric.device), **credit, **learned}
             if report is not None:
                 metrics["refresh/codes_changed_fraction"] = report.codes_changed_fraction

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lqrl.quant.kernels import quantize_tokens
 from lqrl.quant.numerics import dequantize, fake_quantize_int8, quantize_int8_channel, quantize_int8_token
 
 QUANTIZERS = [quantize_int8_channel, quantize_int8_token]
@@ -121,15 +120,6 @@ def test_a_row_with_nan_or_inf_dequantizes_to_nan_and_spares_the_others(quantize
     assert bool(values[0].isnan().all())
     assert codes.tolist() == [[0, 0], [127, 64]]
     assert bool(values[1].isfinite().all())
-
-
-@settings(max_examples=60, deadline=None)
-@given(x=matrices())
-def test_tokens_are_quantized_as_the_kernel_does(x):
-    codes, scale = quantize_int8_token(x)
-    kernel_codes, kernel_scale = quantize_tokens(x)
-    assert torch.equal(codes, kernel_codes)
-    assert torch.equal(scale, kernel_scale)
 
 
 def test_tokens_may_have_any_leading_shape():

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 
-from lqrl.data.datamodule import prompt_data
+from lqrl.data.datamodule import PromptDataModule, prompt_data
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.update import world_size
 
@@ -25,16 +25,16 @@ class SamplerFeedback(L.Callback):
         """Observe the iteration's outcomes, given-up groups included."""
         assert isinstance(pl_module, PolicyModule)
         assert pl_module.last_rollouts is not None
-        outcomes = gather_outcomes(pl_module.last_rollouts.outcomes)
         datamodule = prompt_data(trainer)
-        datamodule.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
+        feed_back(datamodule, pl_module.last_rollouts.outcomes)
         pl_module.log_dict(datamodule.sampler_metrics(), batch_size=1)
 
 
-def gather_outcomes(outcomes: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    """The outcomes of all ranks, sorted by prompt id."""
+def feed_back(data: PromptDataModule, outcomes: list[tuple[int, float, int]]) -> None:
+    """Give the outcomes of all ranks, sorted by prompt id, to ``data``'s sampler; collective."""
     if world_size() > 1:
         gathered: list[list[tuple[int, float, int]]] = [[] for _ in range(world_size())]
         dist.all_gather_object(gathered, outcomes)
         outcomes = [o for part in gathered for o in part]
-    return sorted(outcomes)
+    outcomes = sorted(outcomes)
+    data.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])

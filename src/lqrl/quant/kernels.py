@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lqrl.quant import native
-from lqrl.quant.numerics import quantize_int8_token as quantize_tokens
+from lqrl.quant.numerics import quantize_int8_token
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Int8Backend(ABC):
     @torch.no_grad()
     def linear(self, x: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
         """`int8_linear` of 2-D `x` [M, K]; here with tensor operations around `mm`."""
-        codes, token_scale = quantize_tokens(x)
+        codes, token_scale = quantize_int8_token(x)
         acc = self.mm(codes, packed, weight_scale.shape[0])
         out = acc.float().mul_(weight_scale.view(1, -1)).mul_(token_scale).to(x.dtype)
         return out if bias is None else out + bias.to(x.dtype)
