@@ -31,6 +31,7 @@ FORMATS = {
     "fp32": ("none", torch.float32),
     "bf16": ("none", torch.bfloat16),
     "int8_w8a8": ("int8_w8a8", torch.float32),
+    "int8_w8a8+lm_head": ("int8_w8a8+lm_head", torch.float32),
     "int8_w8a8+bf16": ("int8_w8a8", torch.bfloat16),
 }
 SPECIAL = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": None}

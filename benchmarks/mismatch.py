@@ -1,7 +1,7 @@
 """Engine against learner on equal weights: how different are the log-probs of the same tokens?
 
 The engine decodes token by token with a key-value cache, the learner scores the same tokens in one packed forward pass.
-Formats: identity (nothing quantized), int8_w8a8 with a plain learner, and int8_w8a8 with the aligned learner.
+Formats: identity (nothing quantized), int8_w8a8 with a plain learner, with the aligned learner, and with an int8 head too.
 
     python benchmarks/mismatch.py --model asset:countdown_policy
     python benchmarks/mismatch.py --model models/smollm2 --prompts 8 --samples 4 --tokens 48 --dtype float32,bfloat16
@@ -40,6 +40,7 @@ CASES = (
     Case("none", "the same", False),
     Case("int8_w8a8", "not aligned", False),
     Case("int8_w8a8", "aligned", True),
+    Case("int8_w8a8+lm_head", "aligned", True),
 )
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     print(f"{args.model}, {args.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"{'dtype':9} {'engine':10} {'learner':12} {'tokens':>7} {'equal':>7} {'k3':>9}", end=" ")
+    print(f"{'dtype':9} {'engine':17} {'learner':12} {'tokens':>7} {'equal':>7} {'k3':>9}", end=" ")
     print(f"{'mean':>9} {'max':>9} {'ESS':>6}")
     for dtype in args.dtype.split(","):
         for case in CASES:
@@ -118,7 +119,7 @@ def main() -> None:
                 print(json.dumps(row))
             else:
                 print(
-                    f"{row['dtype']:9} {row['engine']:10} {row['learner']:12} {row['tokens']:7d} {row['equal']:7.1%} "
+                    f"{row['dtype']:9} {row['engine']:17} {row['learner']:12} {row['tokens']:7d} {row['equal']:7.1%} "
                     f"{row['k3']:9.2e} {row['mean_abs']:9.2e} {row['max_abs']:9.2e} {row['ess']:6.3f}",
                     flush=True,
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,10 @@ _CHUNK_LOGITS = 2**27
 
 _CPU_BLOCK = 1024
 """Rows of the head that one product reads on the CPU; libraries walk a matrix this wide badly (up to 1.7x slower)."""
+
+
+Product = Callable[[Tensor], Tensor]
+"""A head that is not a plain matrix (low-bit codes): hidden states ``[N, H]`` to fp32 logits ``[N, V]``, row by row."""
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -49,7 +53,13 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    product: Product | None = None,
 ) -> Tensor:
     """Log-probability of each target under ``softmax(head_logits(hidden, weight) / temperature)``.
 
@@ -62,6 +72,7 @@ def chunked_logprobs(
         targets: ``[N]`` int64.
         temperature: divides the logits; 0 (greedy sampling) means 1.
         chunk_size: rows of a chunk; ``None`` bounds a chunk at 2**27 logits.
+        product: computes the logits in place of `head_logits`; the backward is straight-through, on ``weight``.
 
     Returns:
         ``[N]`` float32 (float64 when an operand is).
@@ -70,15 +81,23 @@ def chunked_logprobs(
         ValueError: when shapes do not fit, or ``temperature`` or ``chunk_size`` is out of range.
     """
     _check(hidden, weight, targets, temperature, chunk_size)
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False)[0]
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False, product)[0]
 
 
 def logprobs_with_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    product: Product | None = None,
 ) -> LogprobsAndEntropy:
     """`chunked_logprobs` and, in the same pass, the entropy of each row's distribution; arguments as there."""
     _check(hidden, weight, targets, temperature, chunk_size)
-    return LogprobsAndEntropy(*_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True))
+    return LogprobsAndEntropy(
+        *_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True, product)
+    )
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -91,6 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_size: int | None,
         with_entropy: bool,
+        product: Product | None,
     ) -> tuple[Tensor, Tensor]:
         wide = _operand(weight)
         dtype = _accumulator(hidden, weight)
@@ -98,14 +118,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_partition = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs if with_entropy else logprobs[:0])
         for rows in _chunks(len(targets), len(weight), chunk_size):
-            logits = _scaled_logits(hidden[rows], wide, temperature)
+            logits = _scaled_logits(hidden[rows], wide, temperature, product)
             log_partition[rows] = logits.logsumexp(1)
             logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_partition[rows]
             if with_entropy:
                 probs = torch.sub(logits, log_partition[rows, None]).exp_()
                 entropy[rows] = log_partition[rows] - probs.mul_(logits).sum(1)
         ctx.save_for_backward(hidden, weight, targets, log_partition)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size, ctx.product = temperature, chunk_size, product
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -121,7 +141,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets), len(weight), ctx.chunk_size):
             # d logprob / d logits = (onehot - softmax) / temperature, built in the logits' own storage.
             scale = (grad_outputs[0][rows] / ctx.temperature).unsqueeze(1)
-            d_logits = _scaled_logits(hidden[rows], wide, ctx.temperature)
+            d_logits = _scaled_logits(hidden[rows], wide, ctx.temperature, ctx.product)
             d_logits.sub_(log_partition[rows, None]).exp_().mul_(-scale)
             d_logits.scatter_add_(1, targets[rows, None], scale.to(dtype))
             d_logits = d_logits.to(torch.promote_types(hidden.dtype, wide.dtype))
@@ -129,11 +149,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_hidden[rows] = _matmul(d_logits, wide).to(hidden.dtype)
             if d_weight is not None:
                 d_weight += _matmul(d_logits.T, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = head_logits(hidden, weight)
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, product: Product | None) -> Tensor:
+    logits = head_logits(hidden, weight) if product is None else product(hidden)
     return logits if temperature == 1 else logits.div_(temperature)
 
 

@@ -7,10 +7,12 @@ import logging
 import torch
 from torch import Tensor
 
+from lqrl.algorithms.logprobs import head_logits
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.lean import LeanDecoder
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
+from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.prepare import convert_, pack_
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class Decoder:
     Attributes:
         model: the module; its parameters need no gradient.
         head: ``[V, H]`` weight of the output head as the head multiplies it: off CUDA a 16-bit weight is kept a
-            second time in fp32, which the product would otherwise make in every step.
+            second time in fp32, which the product would otherwise make in every step. ``None`` for a low-bit head.
         shapes: heads and widths of each attention layer.
         lean: the short cut through the layers that gives the same bits, or ``None``; chosen at the first refresh.
     """
@@ -34,8 +36,14 @@ class Decoder:
             self.model.requires_grad_(False)
             self.model.eval()
             self.shapes = attention_shapes(self.model)
-            weight = output_weight(self.model)
-            self.head = weight if weight.is_cuda or weight.dtype == torch.float32 else weight.float()
+            weight, head = output_weight(self.model), self.model.get_output_embeddings()
+            self._low_bit_head = head if isinstance(head, QuantizedLinear) else None
+            self.head: Tensor | None = weight
+            if self._low_bit_head is not None:
+                self.head = None
+            elif not weight.is_cuda and weight.dtype != torch.float32:
+                self.head = weight.float()
+        self.device = weight.device
         self.lean: LeanDecoder | None = None
         self._max_positions = spec.max_model_len
         self._chosen = False
@@ -46,24 +54,31 @@ class Decoder:
             return self.lean(tokens, positions, context)
         return run_decoder(self.model, tokens[None], positions[None], context)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The output head: ``[N, H]`` to fp32 ``[N, V]``, the arithmetic that the learner's log-probs use."""
+        if self._low_bit_head is not None:
+            return self._low_bit_head(hidden.float())
+        assert self.head is not None
+        return head_logits(hidden, self.head)
+
     @property
     def vocabulary(self) -> int:
         """Rows of the output head."""
-        return self.head.shape[0]
+        return output_weight(self.model).shape[0]
 
     @torch.no_grad()
     def refresh_derived(self) -> None:
         """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place."""
         pack_(self.model)
         weight = output_weight(self.model)
-        if self.head is not weight:
+        if self.head is not None and self.head is not weight:
             self.head.copy_(weight)
         if not self._chosen:
             self._choose()
 
     def _choose(self) -> None:
         """Take the fastest way through the layers that equals transformers' bit for bit on these weights."""
-        device = self.head.device
+        device = self.device
         lengths = [n for n in (5, 1, 3) if n <= self._max_positions]
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         tokens = (torch.arange(len(positions), device=device) * 7919 + 1) % self.vocabulary

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lqrl.algorithms.logprobs import head_logits
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.sampling import Sampled, sample, sample_keys, uniforms
 from lqrl.engines.slots import DecodeContext, PrefillContext, SlotCache
@@ -164,7 +163,7 @@ class Generation:
             batch = self._choose()
             if not batch.rows:
                 return
-            logits = head_logits(self._prefill(batch), self._decoder.head)
+            logits = self._decoder.logits(self._prefill(batch))
             rows = torch.tensor([batch.rows, batch.group_of, batch.slots], device=self._device)
             drawn = self._draw(logits.index_select(0, rows[1]), rows[0] * self._budget)
             lengths = torch.tensor([len(batch.groups[g].prompt.input_ids) for g in batch.group_of])
@@ -242,7 +241,7 @@ class Generation:
             steps = min(self._host_interval, left)
             for _ in range(steps):
                 hidden = self._decoder(last[0], last[1], context)
-                drawn = self._draw(head_logits(hidden, self._decoder.head), last[2])
+                drawn = self._draw(self._decoder.logits(hidden), last[2])
                 last[0] = drawn.tokens
                 last[2] += 1
                 context.advance()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import chunked_logprobs
-from lqrl.modeling.backbone import hidden_states, output_weight, pack
+from lqrl.modeling.backbone import hidden_states, pack
+from lqrl.modeling.head import output_head
 from lqrl.modeling.precision import cast_parameters
 
 if TYPE_CHECKING:
@@ -37,11 +38,13 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.policy, packed)
         continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
         source = packed.index[:-1][continues]
+        head = output_head(self.policy)
         values = chunked_logprobs(
             hidden[:-1][continues],
-            output_weight(self.policy),
+            head.weight,
             input_ids.flatten()[source + 1],
             temperature=self.temperature,
+            product=head.product,
         )
         return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
 
@@ -50,4 +53,5 @@ class Scorer(nn.Module):
         if all(p.dtype == self.compute_dtype for p in self.policy.parameters()):
             return self(input_ids, attention_mask)
         cast = {f"policy.{n}": p for n, p in cast_parameters(self.policy, self.compute_dtype).items()}
-        return torch.func.functional_call(self, cast, (input_ids, attention_mask))
+        # Tied names are all in `cast`; tying them again would give an aligned head the embedding's cast copy.
+        return torch.func.functional_call(self, cast, (input_ids, attention_mask), tie_weights=False)

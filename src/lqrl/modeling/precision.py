@@ -24,7 +24,15 @@ def parse_dtype(name: str) -> torch.dtype:
 def cast_parameters(policy: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """``policy``'s parameters in ``dtype``, differentiable; without those of aligned layers, which round their own.
 
-    A forward pass on these computes with what is exported, not with the masters.
+    A forward pass on these computes with what is exported, not with the masters. Tied parameters come under each of
+    their names, as one tensor.
     """
     aligned = tuple(f"{n}." for n, m in policy.named_modules() if isinstance(m, AlignedLinear))
-    return {n: p.to(dtype) for n, p in policy.named_parameters() if not n.startswith(aligned)}
+    done: dict[int, Tensor] = {}
+    cast: dict[str, Tensor] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        if not name.startswith(aligned):
+            if id(parameter) not in done:
+                done[id(parameter)] = parameter.to(dtype)
+            cast[name] = done[id(parameter)]
+    return cast

@@ -158,6 +158,11 @@ class AlignedLinear(nn.Linear):
         quantized = self._quantized()
         return quantized.codes, quantized.scale
 
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """The forward with the codes of now, ``[..., K]`` to fp32 ``[..., N]``, without bias and gradient."""
+        quantized = self._quantized()
+        return lambda x: quantized.method.linear(x.float(), quantized.packed, quantized.scale, None)
+
     def invalidate(self) -> None:
         """Forget the codes; the next forward quantizes anew."""
         self._cache = None

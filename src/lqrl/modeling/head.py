@@ -1,0 +1,32 @@
+"""The output head of a causal language model, in full or low precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from lqrl.algorithms.logprobs import Product
+from lqrl.quant.linear import AlignedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class OutputHead(NamedTuple):
+    """What `chunked_logprobs` multiplies hidden states with.
+
+    Attributes:
+        weight: ``[V, H]``, the parameter that gets the gradient; the embedding's where they are tied.
+        product: the product with low-bit codes where the head is aligned, else ``None``.
+    """
+
+    weight: Tensor
+    product: Product | None
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """The learner's head as it is now; the low-bit codes are those of this moment."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return OutputHead(head.weight, head.product() if isinstance(head, AlignedLinear) else None)
