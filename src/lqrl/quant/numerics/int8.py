@@ -29,8 +29,8 @@ def _quantize_int8_rows(x: Tensor, amax_floor: float) -> tuple[Tensor, Tensor]:
     qmax = torch.full_like(amax, INT8_MAX)
     finite = amax.isfinite()
     # |x| * (127 / amax) rounds to at most 127; the cap keeps 0 * inf out of zero rows.
-    codes = (x * torch.div(qmax, amax).clamp_max_(_FP32_MAX)).round_()
-    codes = torch.where(finite, codes, 0.0).to(torch.int8)
+    reciprocal = torch.where(finite, torch.div(qmax, amax).clamp_max_(_FP32_MAX), torch.nan)
+    codes = (x * reciprocal).round_().nan_to_num_(0.0).to(torch.int8)
     return codes, torch.where(finite, torch.div(amax, qmax), torch.nan)
 
 
