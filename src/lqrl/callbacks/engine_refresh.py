@@ -21,10 +21,11 @@ class EngineRefresh(L.Callback):
     does, after ``on_fit_start``) is thus seen.
 
     Logged after each iteration: ``refresh/seconds``, ``refresh/elements_changed_fraction``,
-    ``refresh/codes_changed_fraction``.
+    ``refresh/codes_changed_fraction``, and the stages' own metrics.
 
     Args:
-        stages: change the exported weights on their way to the rollout engine, such as noise.
+        stages: change the exported weights on their way to the rollout engine, in order, such as
+            `lqrl.learner.RolloutNoise`.
     """
 
     def __init__(self, stages: Sequence[WeightStage] = ()) -> None:
@@ -71,6 +72,7 @@ class EngineRefresh(L.Callback):
                 "refresh/seconds": report.seconds,
                 "refresh/elements_changed_fraction": report.elements_changed_fraction,
                 "refresh/codes_changed_fraction": report.codes_changed_fraction,
+                **{name: value for stage in self.stages for name, value in stage.metrics.items()},
             },
             batch_size=1,
         )

@@ -105,3 +105,8 @@ class WeightStage(ABC):
     def __call__(self, weights: NamedTensors, *, policy_version: int) -> NamedTensors:
         """Yield the same names in the same order."""
         ...
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What is logged after a refresh that went through the stage; nothing by default."""
+        return {}

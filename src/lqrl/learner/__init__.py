@@ -1,5 +1,6 @@
 """The learner."""
 
 from lqrl.learner.module import PolicyModule
+from lqrl.learner.noise import RolloutNoise
 
-__all__ = ["PolicyModule"]
+__all__ = ["PolicyModule", "RolloutNoise"]
