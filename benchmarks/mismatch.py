@@ -1,7 +1,8 @@
 """Engine against learner on equal weights: how different are the log-probs of the same tokens?
 
 The engine decodes token by token with a key-value cache, the learner scores the same tokens in one packed forward pass.
-Formats: identity (nothing quantized), int8_w8a8 with a plain learner, with the aligned learner, and with an int8 head too.
+Formats: identity (nothing quantized), int8_w8a8 with a plain learner, with the aligned learner, and with an int8
+head too.
 
     python benchmarks/mismatch.py --model asset:countdown_policy
     python benchmarks/mismatch.py --model models/smollm2 --prompts 8 --samples 4 --tokens 48 --dtype float32,bfloat16
