@@ -67,7 +67,8 @@ def test_every_relative_link_leads_somewhere():
 def test_every_shipped_method_has_a_row():
     """Advantages, corrections, losses and samplers: a public class in these files is a method with a source."""
     rows = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    files = ("algorithms/advantages", "algorithms/correction", "algorithms/losses", "data/vade", "quant/scaling")
+    files = ("algorithms/advantages", "algorithms/correction", "algorithms/losses", "data/vade")
+    files += tuple(f"quant/transforms/{name}" for name in ("scaling", "smooth", "hadamard"))
     assert not [name for name in files if f"`src/lqrl/{name}.py`" not in rows]
 
 

@@ -42,7 +42,7 @@ from lqrl.learner.validation import Validation
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
-from lqrl.quant import QuantScheme, export_weights, fold_, prepare_
+from lqrl.quant import QuantScheme, UpdateAwareScaling, export_weights, prepare_
 from lqrl.rewards import RewardSum
 from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, to_train_batch
 from lqrl.rollouts.collect import Beliefs, DrawMore
@@ -150,7 +150,7 @@ class PolicyModule(L.LightningModule):
             return
         policy = load_model(resolve_source(self.model_name), dtype=self.master_dtype)
         self.tokenizer = load_tokenizer(self.model_name)
-        folded = fold_(policy, self.uaq_scale) if self.uaq_scale != 1.0 else 0
+        folded = UpdateAwareScaling(self.uaq_scale).fold_(policy) if self.uaq_scale != 1.0 else 0
         swapped = (
             prepare_(policy, self.scheme, export_dtype=self.compute_dtype)
             if self.aligned and self.scheme.quantizes

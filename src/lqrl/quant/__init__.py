@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
-from lqrl.quant.scaling import fold_, unfold_
 from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
+from lqrl.quant.transforms import (
+    HadamardRotation,
+    InvariantTransform,
+    SmoothQuant,
+    UpdateAwareScaling,
+    fold_all_,
+)
 
 __all__ = [
     "AlignedLinear",
+    "HadamardRotation",
+    "InvariantTransform",
     "QuantScheme",
     "QuantizedLinear",
+    "SmoothQuant",
     "TensorFormat",
+    "UpdateAwareScaling",
     "convert_",
     "export_weights",
-    "fold_",
+    "fold_all_",
     "pack_",
     "prepare_",
     "target_modules",
-    "unfold_",
 ]
