@@ -2,5 +2,6 @@
 
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.noise import RolloutNoise
+from lqrl.learner.optim import KahanAdamW, StochasticAdamW
 
-__all__ = ["PolicyModule", "RolloutNoise"]
+__all__ = ["KahanAdamW", "PolicyModule", "RolloutNoise", "StochasticAdamW"]

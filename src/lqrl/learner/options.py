@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from lqrl.algorithms import NoCorrection, TokenTIS
+from lqrl.learner.optim import BFloat16AdamW
 
 if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
+
+_SMALL_LR = 1e-4
 
 
 def check_options(module: PolicyModule) -> None:
@@ -31,6 +38,8 @@ def check_options(module: PolicyModule) -> None:
         )
     if module.sampling.n != 1 or module.sampling.first_sample != 0:
         raise ValueError("sampling.n and sampling.first_sample are not read here: set budget, such as UniformBudget(8)")
+    if module.master_dtype == torch.bfloat16:
+        warn_of_lost_steps(module.optimizer([nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))]))
 
 
 def check_precision(precision: str | None) -> None:
@@ -43,4 +52,23 @@ def check_precision(precision: str | None) -> None:
         raise ValueError(
             f"trainer.precision is {precision}, but the learner must compute as the engine does: leave it at 32-true "
             "and set model.init_args.dtype: bfloat16 (parameters stay in master_dtype)"
+        )
+
+
+def warn_of_lost_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Say that bf16 parameters will not move, when ``optimizer`` rounds them to the nearest and its steps are small.
+
+    A bf16 weight in ``[2^e, 2^(e+1))`` moves to its neighbor from a step of ``2^(e-8)`` on, so none above 512 steps
+    does; a step of Adam is about the learning rate.
+    """
+    # torchao's optimizers say it in this attribute
+    if isinstance(optimizer, BFloat16AdamW) or vars(optimizer).get("bf16_stochastic_round", False):
+        return
+    lr = max(float(group["lr"]) for group in optimizer.param_groups)
+    if lr <= _SMALL_LR:
+        warnings.warn(
+            f"master_dtype is bfloat16 and {type(optimizer).__name__} rounds to nearest: at lr={lr:g} weights above "
+            f"about {512 * lr:.1g} do not move at all; set optimizer to lqrl.learner.KahanAdamW or "
+            "lqrl.learner.StochasticAdamW, or master_dtype to float32",
+            stacklevel=2,
         )
