@@ -77,10 +77,14 @@ def nvfp4_global_scale(amax: Tensor) -> Tensor:
     Args:
         amax: `shared_amax` of what shares the scale, of one element.
     """
-    amax = amax.float().reshape(1)
+    return nvfp4_token_scale(amax.float().reshape(1))
+
+
+def nvfp4_token_scale(x: Tensor) -> Tensor:
+    """The rule of `nvfp4_global_scale` for each token of ``x`` ``[..., K]``: fp32 ``[..., 1]``."""
+    amax = row_amax(x)
     scale = amax.reciprocal() * (FP8_MAX * E2M1_MAX)
-    scale = torch.where(scale.isinf(), 1.0, scale)
-    return torch.where(amax.isfinite(), scale, torch.nan)
+    return torch.where(amax.isfinite(), torch.where(scale.isinf(), 1.0, scale), torch.nan)
 
 
 def quantize_nvfp4(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +111,7 @@ def quantize_nvfp4_dynamic(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Ten
 
     Args:
         x: ``[..., K]`` floating point.
-        global_scale: fp32, of one element, from `nvfp4_global_scale` of calibrated magnitudes.
+        global_scale: fp32, from `nvfp4_global_scale` of calibrated magnitudes (one element), or ``[..., 1, 1]``.
 
     Returns:
         4-bit codes ``[..., K]`` uint8 and block scales e4m3 ``[..., K / 16]``.

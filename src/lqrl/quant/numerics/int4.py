@@ -23,7 +23,7 @@ _PER_INT32 = 8
 
 
 def quantize_int4_group(
-    weight: Tensor, group_size: int, scale_dtype: torch.dtype = torch.float32
+    weight: Tensor, group_size: int, scale_dtype: torch.dtype = torch.float32, largest: float = INT4_MAX
 ) -> tuple[Tensor, Tensor]:
     """Quantize a linear weight with one scale for ``group_size`` neighbors of a row.
 
@@ -32,9 +32,10 @@ def quantize_int4_group(
         group_size: neighbors along K that share a scale.
         scale_dtype: the scale is rounded to it before the codes are computed. Weight-only kernels hold scales in the
             dtype of the activations: with bf16 here, an engine that casts the scale to bf16 changes nothing.
+        largest: largest code; 3 leaves the seven levels of int3.
 
     Returns:
-        Codes ``[N, K]`` int8 in [-7, 7] and scales fp32 ``[N, K / group_size]``.
+        Codes ``[N, K]`` int8 in [-largest, largest] and scales fp32 ``[N, K / group_size]``.
 
     Raises:
         ValueError: when ``weight`` is not a matrix, or ``group_size`` does not divide ``K``.
@@ -42,9 +43,9 @@ def quantize_int4_group(
     check_matrix(weight)
     groups = in_groups(weight.float(), group_size, "int4")
     amax = row_amax(groups)
-    scale = torch.div(amax, torch.full_like(amax, INT4_MAX)).clamp_min_(INT4_SCALE_FLOOR).to(scale_dtype).float()
+    scale = torch.div(amax, torch.full_like(amax, largest)).clamp_min_(INT4_SCALE_FLOOR).to(scale_dtype).float()
     scale = torch.where(amax.isfinite(), scale, torch.nan)
-    codes = torch.div(groups, scale).round_().clamp_(-INT4_MAX, INT4_MAX).nan_to_num_(0.0)
+    codes = torch.div(groups, scale).round_().clamp_(-largest, largest).nan_to_num_(0.0)
     return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)
 
 

@@ -22,19 +22,19 @@ WEIGHT_AMAX_FLOOR = 1e-30
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
-def _quantize_int8_rows(x: Tensor, amax_floor: float) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, amax_floor: float, largest: float) -> tuple[Tensor, Tensor]:
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True).clamp_min(amax_floor)
     # Tensors on both sides: torch turns `127 / x`, and on CUDA `x / 127`, into products with a rounded reciprocal.
-    qmax = torch.full_like(amax, INT8_MAX)
+    qmax = torch.full_like(amax, largest)
     finite = amax.isfinite()
-    # |x| * (127 / amax) rounds to at most 127; the cap keeps 0 * inf out of zero rows.
+    # |x| * (qmax / amax) rounds to at most qmax; the cap keeps 0 * inf out of zero rows.
     reciprocal = torch.where(finite, torch.div(qmax, amax).clamp_max_(_FP32_MAX), torch.nan)
     codes = (x * reciprocal).round_().nan_to_num_(0.0).to(torch.int8)
     return codes, torch.where(finite, torch.div(amax, qmax), torch.nan)
 
 
-def quantize_int8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8_channel(weight: Tensor, largest: float = INT8_MAX) -> tuple[Tensor, Tensor]:
     """Quantize a linear weight with one scale an output channel.
 
     compressed-tensors' default observer uses ``amax / 127.5`` and codes in [-128, 127] from ``w / scale``; this uses
@@ -43,28 +43,30 @@ def quantize_int8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: ``[N, K]`` floating point, already rounded to the export dtype.
+        largest: largest code; below 127 for fewer bits, 7 for int4.
 
     Returns:
-        Codes ``[N, K]`` int8 in [-127, 127], and scales ``[N, 1]`` fp32.
+        Codes ``[N, K]`` int8 in [-largest, largest], and scales ``[N, 1]`` fp32.
 
     Raises:
         ValueError: when ``weight`` is not a matrix.
     """
     if weight.ndim != 2:
         raise ValueError(f"a linear weight has shape [out, in], got {tuple(weight.shape)}")
-    return _quantize_int8_rows(weight, WEIGHT_AMAX_FLOOR)
+    return _quantize_rows(weight, WEIGHT_AMAX_FLOOR, largest)
 
 
-def quantize_int8_token(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8_token(x: Tensor, largest: float = INT8_MAX) -> tuple[Tensor, Tensor]:
     """Quantize activations with one scale a token.
 
     Args:
         x: ``[..., K]`` floating point.
+        largest: as in `quantize_int8_channel`.
 
     Returns:
-        Codes ``[..., K]`` int8 in [-127, 127], and scales ``[..., 1]`` fp32.
+        Codes ``[..., K]`` int8 in [-largest, largest], and scales ``[..., 1]`` fp32.
     """
-    return _quantize_int8_rows(x, 0.0)
+    return _quantize_rows(x, 0.0, largest)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
