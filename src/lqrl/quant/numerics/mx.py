@@ -16,7 +16,8 @@ and read from a compressed-tensors checkpoint. All arithmetic is on exponent bit
 
 e8m0 is a uint8 ``b`` for ``2**(b - 127)``; 255 is NaN. Defined results at the edges: a zero block has codes 0 and
 scale byte 0 (2**-127); subnormal values use byte 0 as well; one huge value is kept (``floor``: saturates) and what is
-far below it becomes 0; a block with NaN or inf has scale byte 255, so it dequantizes to NaN.
+far below it becomes 0, with the scale capped at ``2**(127 - emax)``, else rounding up from 1.75 * 2**127 would give
+inf; a block with NaN or inf has scale byte 255, so it dequantizes to NaN.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def e8m0_from_amax(amax: Tensor, element: MxElement, rule: E8M0Rule) -> Tensor:
     """Scale byte (uint8, e8m0) of blocks with largest magnitude ``amax``; 255 where it is NaN or inf."""
     amax = amax.float()
     exponent = (amax.view(torch.int32) + element.carry(rule)) >> 23
-    byte = (exponent - element.max_exponent).clamp_(0, _E8M0_MAX)
+    byte = (exponent - element.max_exponent).clamp_(0, _E8M0_MAX - element.max_exponent)
     return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
 
 
@@ -93,7 +94,7 @@ def scaled_blocks(x: Tensor, element: MxElement, rule: E8M0Rule, name: str) -> t
     """
     blocks = in_groups(x.float(), MX_BLOCK, name)
     byte = e8m0_from_amax(row_amax(blocks), element, rule)
-    # Bytes stay below 254, so 254 - byte is the reciprocal's byte; a NaN block stays NaN.
+    # 254 - byte is the byte of the reciprocal; a NaN block stays NaN.
     inverse = torch.where(byte == E8M0_NAN, torch.nan, decode_e8m0(_E8M0_MAX - byte))
     return blocks * inverse, byte.squeeze(-1)
 
