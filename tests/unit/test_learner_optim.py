@@ -21,7 +21,8 @@ from lqrl.data.tasks import Countdown
 from lqrl.engines import TorchEngineFactory
 from lqrl.learner import KahanAdamW, PolicyModule, StochasticAdamW
 from lqrl.learner.optim import BFloat16AdamW
-from lqrl.quant.linear import AlignedLinear, linear_method
+from lqrl.quant.linear import AlignedLinear
+from lqrl.quant.methods import linear_method
 from lqrl.quant.scheme import QuantScheme
 from lqrl.rewards import RewardSum, RewardTerm, TaskReward
 
@@ -160,15 +161,13 @@ def test_aligned_layers_follow_the_optimizer() -> None:
         nn.Linear(8, 4, dtype=torch.bfloat16), linear_method(QuantScheme.preset("int8_w8a8")), torch.bfloat16
     )
     optimizer = KahanAdamW(layer.parameters(), lr=0.05)
-    before = layer.quantized_weight()[0].clone()
+    before = layer.quantized_weight()["weight"].clone()
     version = layer.weight._version
     layer(torch.randn(3, 8, dtype=torch.bfloat16)).float().square().sum().backward()
     optimizer.step()
-    codes, scale = layer.quantized_weight()
-    expected = layer.method.quantize(layer.weight.detach())
-    assert torch.equal(codes, expected[0])
-    assert torch.equal(scale, expected[1])
-    assert not torch.equal(codes, before)
+    used, expected = layer.quantized_weight(), layer.method.quantize(layer.weight.detach())
+    assert all(torch.equal(used[name], expected[name]) for name in expected)
+    assert not torch.equal(used["weight"], before)
     assert layer.weight._version > version  # what a refresh looks at
 
 

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lqrl.quant.linear import INT8_W8A8, AlignedLinear, QuantizedLinear
+from lqrl.quant.linear import AlignedLinear, QuantizedLinear
+from lqrl.quant.methods import IntegerGemm, Operands
 
 DTYPES = [torch.float32, torch.bfloat16]
+INT8_W8A8 = IntegerGemm()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -33,14 +35,38 @@ def aligned(linear: nn.Linear, export_dtype: torch.dtype = torch.float32) -> Ali
     return AlignedLinear(linear, INT8_W8A8, export_dtype)
 
 
-def counting_method() -> tuple[list[int], object]:
-    calls: list[int] = []
+@dataclasses.dataclass(frozen=True)
+class Counting(IntegerGemm):
+    """int8 that notes each quantization of a weight."""
 
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        return INT8_W8A8.quantize(weight)
+    calls: list[int] = dataclasses.field(default_factory=list, compare=False)
 
-    return calls, dataclasses.replace(INT8_W8A8, quantize=quantize)
+    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        self.calls.append(1)
+        return super().quantize(weight, amax)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing(IntegerGemm):
+    """int8 whose kernel reads the shipped codes themselves."""
+
+    def operands(self, tensors, dtype, out: Operands | None = None) -> Operands:
+        return tensors["weight"], tensors["weight_scale"]
+
+    def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
+        tensors = {"weight": operands[0], "weight_scale": operands[1]}
+        return super().linear(x, super().operands(tensors, x.dtype), bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copying(IntegerGemm):
+    """int8 whose kernel reads a copy of the codes."""
+
+    def operands(self, tensors, dtype, out: Operands | None = None) -> Operands:
+        if out is None:
+            return tensors["weight"].clone(), tensors["weight_scale"]
+        out[0].copy_(tensors["weight"])
+        return out
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -136,14 +162,14 @@ def test_autocast_computes_in_its_dtype_as_a_plain_linear_does():
 
 
 def test_micro_batches_quantize_once_and_an_optimizer_step_once_more():
-    calls, method = counting_method()
+    method = Counting()
     layer = AlignedLinear(make_linear(), method, torch.float32)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     for step in range(1, 4):
         for _ in range(3):
             layer(make_x()).sum().backward()
         layer.quantized_weight()
-        assert len(calls) == step
+        assert len(method.calls) == step
         optimizer.step()
 
 
@@ -185,7 +211,7 @@ def test_invalidate_forgets_codes_after_a_hidden_write():
 
 def test_codes_of_an_earlier_export_are_not_overwritten_by_a_later_one():
     layer = aligned(make_linear())
-    codes, _ = layer.quantized_weight()
+    codes = layer.quantized_weight()["weight"]
     kept = codes.clone()
     with torch.no_grad():
         layer.weight.neg_()
@@ -236,21 +262,16 @@ def test_a_refresh_keeps_every_storage_and_changes_the_output(device):
 
 
 def test_codes_written_without_pack_are_refused():
-    copying = dataclasses.replace(INT8_W8A8, pack=torch.clone, repack_=lambda packed, codes: packed.copy_(codes))
-    engine = QuantizedLinear(make_linear(), copying)
+    engine = QuantizedLinear(make_linear(), Copying())
     engine.weight.copy_(-engine.weight)
     with pytest.raises(RuntimeError, match="call pack"):
         engine(make_x())
     engine.pack()
-    assert torch.equal(engine.packed, engine.weight)
+    assert torch.equal(engine.operand_0, engine.weight)
 
 
 def test_a_layout_that_is_the_codes_needs_no_second_copy():
-    def linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return INT8_W8A8.linear(x, INT8_W8A8.pack(packed), scale, bias)
-
-    sharing = dataclasses.replace(INT8_W8A8, pack=lambda codes: codes, linear=linear)
-    engine = QuantizedLinear(make_linear(bias=False), sharing)
+    engine = QuantizedLinear(make_linear(bias=False), Sharing())
     assert [n for n, _ in engine.named_buffers()] == ["weight", "weight_scale"]
     before = engine(make_x())
     engine.weight.neg_()

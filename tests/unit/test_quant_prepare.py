@@ -55,9 +55,8 @@ def test_golden_learner_and_engine_hold_equal_codes_and_compute_equal_logits(fam
         logits = learner(input_ids=tokens()).logits
         for name in names:
             ours, theirs = learner.get_submodule(name), engine.get_submodule(name)
-            codes, scale = ours.quantized_weight()
-            assert torch.equal(codes, theirs.weight)
-            assert torch.equal(scale, theirs.weight_scale)
+            for shipped, tensor in ours.quantized_weight().items():
+                assert torch.equal(tensor, theirs.get_buffer(shipped))
             assert inputs[name].dtype == dtype
             assert torch.equal(ours(inputs[name]), theirs(inputs[name]))
         assert torch.equal(logits, engine(input_ids=tokens()).logits)
@@ -136,7 +135,7 @@ def test_the_export_hands_out_the_codes_of_the_forward_and_quantizes_nothing_its
     names = prepare_(model, INT8, export_dtype=torch.bfloat16)
     with torch.no_grad():
         model(input_ids=tokens())
-    used = {name: model.get_submodule(name).quantized_weight()[0] for name in names}
+    used = {name: model.get_submodule(name).quantized_weight()["weight"] for name in names}
     exported = dict(export_weights(model, INT8, export_dtype=torch.bfloat16))
     assert all(exported[f"{name}.weight"] is codes for name, codes in used.items())
 

@@ -42,7 +42,7 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         ``[N, V]`` float32 (float64 when an operand is).
     """
     if hidden.is_cuda or weight.shape[0] < 2 * _CPU_BLOCK:
-        return _matmul(hidden, weight.T)
+        return wide_matmul(hidden, weight.T)
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=wide)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -146,9 +146,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[rows, None], scale.to(dtype))
             d_logits = d_logits.to(torch.promote_types(hidden.dtype, wide.dtype))
             if d_hidden is not None:
-                d_hidden[rows] = _matmul(d_logits, wide).to(hidden.dtype)
+                d_hidden[rows] = wide_matmul(d_logits, wide).to(hidden.dtype)
             if d_weight is not None:
-                d_weight += _matmul(d_logits.T, hidden[rows])
+                d_weight += wide_matmul(d_logits.T, hidden[rows])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
 
 
@@ -157,7 +157,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, product: 
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` with sums and result in fp32 or wider; autocast would round both to bf16."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     with torch.autocast(a.device.type, enabled=False):
@@ -169,7 +169,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _operand(weight: Tensor) -> Tensor:
-    """``weight`` as `_matmul` multiplies it, so that a loop over chunks widens it once."""
+    """``weight`` as `wide_matmul` multiplies it, so that a loop over chunks widens it once."""
     return weight if weight.is_cuda else weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 

@@ -26,24 +26,27 @@ class Decoder:
         head: ``[V, H]`` weight of the output head as the head multiplies it: off CUDA a 16-bit weight is kept a
             second time in fp32, which the product would otherwise make in every step. ``None`` for a low-bit head.
         shapes: heads and widths of each attention layer.
+        vocabulary: rows of the output head.
+        device: where the model is.
         lean: the short cut through the layers that gives the same bits, or ``None``; chosen at the first refresh.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         with torch.no_grad():
             self.model = load_model(spec.config, dtype=spec.dtype, device=spec.device)
+            self.shapes = attention_shapes(self.model)
+            weight = output_weight(self.model)
+            self.device, self.vocabulary = weight.device, weight.shape[0]
             convert_(self.model, spec.scheme)
             self.model.requires_grad_(False)
             self.model.eval()
-            self.shapes = attention_shapes(self.model)
-            weight, head = output_weight(self.model), self.model.get_output_embeddings()
+            head = self.model.get_output_embeddings()
             self._low_bit_head = head if isinstance(head, QuantizedLinear) else None
             self.head: Tensor | None = weight
             if self._low_bit_head is not None:
                 self.head = None
             elif not weight.is_cuda and weight.dtype != torch.float32:
                 self.head = weight.float()
-        self.device = weight.device
         self.lean: LeanDecoder | None = None
         self._max_positions = spec.max_model_len
         self._chosen = False
@@ -57,22 +60,16 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: ``[N, H]`` to fp32 ``[N, V]``, the arithmetic that the learner's log-probs use."""
         if self._low_bit_head is not None:
-            return self._low_bit_head(hidden.float())
+            return self._low_bit_head.logits(hidden)
         assert self.head is not None
         return head_logits(hidden, self.head)
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the output head."""
-        return output_weight(self.model).shape[0]
 
     @torch.no_grad()
     def refresh_derived(self) -> None:
         """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place."""
         pack_(self.model)
-        weight = output_weight(self.model)
-        if self.head is not None and self.head is not weight:
-            self.head.copy_(weight)
+        if self.head is not None:
+            self.head.copy_(output_weight(self.model))
         if not self._chosen:
             self._choose()
 

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from lqrl.engines.base import NamedTensors, RefreshError
 from lqrl.engines.digest import digest
+from lqrl.quant.numerics.finite import whole_scale
 
+# What codes are made of; scales in one byte count as codes too, since they change as rarely.
+_CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,12 +38,13 @@ class _Ledger:
 
     def add(self, name: str, source: Tensor) -> None:
         target = self._target(name, source)
-        source = source.detach().to(target.device, non_blocking=True)
+        # Not `non_blocking`: it would read the host's half of a copy before it is there, or after it was overwritten.
+        source = source.detach().to(target.device)
         bits = _BITS[target.element_size()]
         changed = torch.count_nonzero(target.view(bits) != source.contiguous().view(bits))
         target.copy_(source)
         self.written[name] = source.numel()
-        self._flags.append(torch.stack([changed, (~_all_finite(source)).long()]))
+        self._flags.append(torch.stack([changed, (~whole_scale(name, source)).long()]))
 
     def _target(self, name: str, source: Tensor) -> Tensor:
         target = self.targets.get(name)
@@ -71,18 +75,11 @@ class _Ledger:
         for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=True):
             if broken:
                 raise RefreshError(f"{name} holds NaN or inf; fix the policy and refresh again")
-            count = counts[not self.targets[name].is_floating_point()]
+            count = counts[self.targets[name].dtype in _CODES]
             count[0] += changed
             count[1] += elements
         fractions = {code: changed / max(elements, 1) for code, (changed, elements) in counts.items()}
         return Written(len(flags), sum(self.written.values()), fractions[False], fractions[True])
-
-
-def _all_finite(tensor: Tensor) -> Tensor:
-    """A bool on the tensor's device; the extremes tell (NaN is both), many times faster than a look at each element."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
 def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,72 +1,24 @@
 """The linear layers of both sides: `AlignedLinear` (learner) and `QuantizedLinear` (engine), one arithmetic.
 
-The engine's output of a quantized layer is ``dtype((acc * weight_scale) * token_scale) + bias`` with an exact int32
-``acc``. The learner's forward calls the same function on the same codes, so the two are equal bit for bit; its
-backward is straight-through on the high-precision weight.
+Both call the same `LinearMethod` on the same codes, so their outputs are equal bit for bit; the learner's backward is
+straight-through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lqrl.quant import kernels
-from lqrl.quant.numerics import quantize_int8_channel
-from lqrl.quant.scheme import LowBitLinear, QuantScheme, TensorFormat
+from lqrl.quant.methods.base import LinearMethod, Operands
+from lqrl.quant.numerics import shared_amax
+from lqrl.quant.scheme import LowBitLinear
 
-
-@dataclass(frozen=True)
-class LinearMethod:
-    """The four operations that make a format: a new format is a new value of this class.
-
-    Attributes:
-        code_dtype: dtype of the codes.
-        quantize: weight ``[N, K]`` to codes and scales.
-        pack: codes to the kernel's layout; may return the codes themselves.
-        repack_: packed, codes: the same into existing storage.
-        linear: x ``[..., K]``, packed, weight scales, bias: the layer's output ``[..., N]`` in x's dtype.
-    """
-
-    code_dtype: torch.dtype
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-    pack: Callable[[Tensor], Tensor]
-    repack_: Callable[[Tensor, Tensor], None]
-    linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
-
-INT8_W8A8 = LinearMethod(
-    code_dtype=torch.int8,
-    quantize=quantize_int8_channel,
-    pack=kernels.int8_pack,
-    repack_=kernels.int8_repack_,
-    linear=kernels.int8_linear,
-)
-
-_METHODS: dict[tuple[TensorFormat | None, TensorFormat | None], LinearMethod] = {
-    (TensorFormat("int8", "channel"), TensorFormat("int8", "token", dynamic=True)): INT8_W8A8,
-}
-
-
-def linear_method(scheme: QuantScheme) -> LinearMethod:
-    """The operations that compute ``scheme``'s linear layers.
-
-    Raises:
-        ValueError: when no kernel computes this pair of formats.
-    """
-    method = _METHODS.get((scheme.weight, scheme.activation))
-    if method is None:
-        known = "; ".join(f"weight={w}, activation={a}" for w, a in _METHODS)
-        raise ValueError(
-            f"no kernel computes scheme {scheme.name!r} (weight={scheme.weight}, activation={scheme.activation}); "
-            f"supported: {known}"
-        )
-    return method
-
+BackwardMode = Literal["high_precision", "dequantized"]
 
 # Optimizers that write through `.data` or raw pointers do not raise a weight's version; every step counts here.
 _optimizer_steps = 0
@@ -82,37 +34,45 @@ register_optimizer_step_post_hook(_count_step)
 
 @dataclass(frozen=True)
 class _Quantized:
-    key: tuple[int, int, int]
+    key: tuple[int, ...]
     method: LinearMethod
-    codes: Tensor
-    scale: Tensor
-    packed: Tensor
+    tensors: dict[str, Tensor]
+    operands: Operands
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: the engine's kernel. Backward: as if the forward had been ``x @ weight.T + bias``, in x's dtype."""
+    """Forward: the engine's kernel. Backward: as if it had been ``x @ weight.T + bias``, see `AlignedLinear`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantized: _Quantized, export_dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantized: _Quantized,
+        export_dtype: torch.dtype,
+        backward: BackwardMode,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.dequantized = quantized if backward == "dequantized" else None
         shipped = None if bias is None else bias.to(export_dtype)
-        return quantized.method.linear(x, quantized.packed, quantized.scale, shipped)
+        return quantized.method.linear(x, quantized.operands, shipped)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        rows, used = grad_y.reshape(-1, grad_y.shape[-1]), ctx.dequantized
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = (rows @ weight.to(rows.dtype)).view(x.shape)
+            values = weight.to(rows.dtype) if used is None else used.method.dequantize(used.tensors, rows.dtype)
+            grad_x = (rows @ values).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_w = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+            inputs = x if used is None else used.method.round_input(x)
+            grad_w = (rows.t() @ inputs.reshape(-1, x.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_b = rows.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_b, None, None
+        return grad_x, grad_w, grad_b, None, None, None
 
 
 class AlignedLinear(nn.Linear):
@@ -120,7 +80,9 @@ class AlignedLinear(nn.Linear):
 
     It keeps the very ``weight`` and ``bias`` parameters of the layer it replaces, so names, optimizer and checkpoints
     do not change. Forward: the weight is rounded to ``export_dtype``, quantized, and multiplied by the engine's
-    kernel. Backward is straight-through, against the unquantized weight and input, in the dtype of the input.
+    kernel. Backward is straight-through in the dtype of the input: the quantizers' own gradient is the identity, and
+    the two products take the unquantized weight and input (``high_precision``), or those that the forward multiplied
+    (``dequantized``).
 
     The codes are computed once per optimizer step and shared by micro-batches and by the export. In-place changes
     outside an optimizer step are noticed by the weight's version; only a write through ``weight.data`` that happens
@@ -130,9 +92,16 @@ class AlignedLinear(nn.Linear):
         linear: the layer to replace; its parameters are taken over, not copied.
         method: the format's operations.
         export_dtype: dtype in which the weight is exported before it is quantized.
+        backward: operands of the backward products.
     """
 
-    def __init__(self, linear: nn.Linear, method: LinearMethod, export_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        method: LinearMethod,
+        export_dtype: torch.dtype,
+        backward: BackwardMode = "high_precision",
+    ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -140,28 +109,50 @@ class AlignedLinear(nn.Linear):
         self.register_parameter("bias", linear.bias)
         self.method = method
         self.export_dtype = export_dtype
+        self.backward_mode: BackwardMode = backward
+        self._siblings: tuple[AlignedLinear, ...] = ()
+        self._amax: tuple[tuple[int, ...], Tensor] | None = None
         self._cache: _Quantized | None = None
         self.train(linear.training)
 
+    def share_scale(self, siblings: Sequence[AlignedLinear]) -> None:
+        """Quantize with the common magnitude of ``siblings``, this layer among them, as an engine that fuses them."""
+        self._siblings = tuple(siblings)
+        self.invalidate()
+
+    def _key(self) -> tuple[int, ...]:
+        weights = [layer.weight for layer in self._siblings or (self,)]
+        return (*(w._version for w in weights), *(w.data_ptr() for w in weights), _optimizer_steps)
+
     def _quantized(self) -> _Quantized:
-        weight = self.weight
-        key = (weight._version, weight.data_ptr(), _optimizer_steps)
+        key = self._key()
         if self._cache is None or self._cache.key != key:
             with torch.no_grad():
-                codes, scale = self.method.quantize(weight.detach().to(self.export_dtype))
+                tensors = self.method.quantize(self.exported(self.weight), self._shared_amax(key))
                 # Fresh tensors each time: a consumer of the last export may still hold the old ones.
-                self._cache = _Quantized(key, self.method, codes, scale, self.method.pack(codes))
+                operands = self.method.operands(tensors, self.export_dtype)
+                self._cache = _Quantized(key, self.method, tensors, operands)
         return self._cache
 
-    def quantized_weight(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales that the forward uses now; these tensors are what is exported."""
-        quantized = self._quantized()
-        return quantized.codes, quantized.scale
+    def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
+        if self._siblings and (self._amax is None or self._amax[0] != key):
+            amax = shared_amax([self.exported(sibling.weight) for sibling in self._siblings])
+            for sibling in self._siblings:
+                sibling._amax = (key, amax)
+        return None if self._amax is None else self._amax[1]
+
+    def exported(self, weight: Tensor) -> Tensor:
+        """``weight`` as it is exported, before it is quantized."""
+        return weight.detach().to(self.export_dtype)
+
+    def quantized_weight(self) -> dict[str, Tensor]:
+        """What the forward uses now, by the names it is shipped under; these very tensors are exported."""
+        return self._quantized().tensors
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """The forward with the codes of now, ``[..., K]`` to fp32 ``[..., N]``, without bias and gradient."""
         quantized = self._quantized()
-        return lambda x: quantized.method.linear(x.float(), quantized.packed, quantized.scale, None)
+        return lambda x: quantized.method.logits(x, quantized.operands)
 
     def invalidate(self) -> None:
         """Forget the codes; the next forward quantizes anew."""
@@ -177,7 +168,9 @@ class AlignedLinear(nn.Linear):
             return self._aligned(input.to(torch.get_autocast_dtype(device)))
 
     def _aligned(self, x: Tensor) -> Tensor:
-        return _StraightThrough.apply(x, self.weight, self.bias, self._quantized(), self.export_dtype)
+        return _StraightThrough.apply(
+            x, self.weight, self.bias, self._quantized(), self.export_dtype, self.backward_mode
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AlignedLinear:
         self.invalidate()
@@ -185,30 +178,29 @@ class AlignedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
-        return f"{super().extra_repr()}, codes={self.method.code_dtype}, export_dtype={self.export_dtype}"
+        return f"{super().extra_repr()}, method={self.method}, export_dtype={self.export_dtype}"
 
 
 class QuantizedLinear(LowBitLinear):
     """An engine's linear layer: codes and scales as buffers, no gradient.
 
-    Buffers: ``weight`` codes ``[N, K]``, ``weight_scale`` fp32 ``[N, 1]``, ``bias`` ``[N]`` in the layer's dtype or
-    none, and ``packed`` (not persistent), the codes in the kernel's layout, which may be ``weight`` itself. It starts
-    with the replaced layer's own weight quantized. After writing ``weight`` call `pack`; ``load_state_dict`` does it.
+    Buffers: the tensors that the method ships, under their names (``weight`` and ``weight_scale`` for int8), ``bias``
+    ``[N]`` in the layer's dtype or none, and, not persistent, ``operand_<i>``: what the kernel reads and the shipped
+    tensors are not. It starts with the replaced layer's own weight quantized. After writing a shipped tensor call
+    `pack`; ``load_state_dict`` does it.
 
     Args:
         linear: the layer to replace; on the meta device the buffers are meta too.
         method: the format's operations.
+        amax: common magnitude of the siblings where the method shares it.
 
     Raises:
         RuntimeError: under ``torch.inference_mode()``, whose tensors cannot be refreshed later.
     """
 
-    weight: Tensor
-    weight_scale: Tensor
     bias: Tensor | None
-    packed: Tensor | None
 
-    def __init__(self, linear: nn.Linear, method: LinearMethod) -> None:
+    def __init__(self, linear: nn.Linear, method: LinearMethod, amax: Tensor | None = None) -> None:
         super().__init__()
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -217,24 +209,46 @@ class QuantizedLinear(LowBitLinear):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.method = method
+        self.compute_dtype = linear.weight.dtype
         with torch.no_grad():
-            codes, scale = method.quantize(linear.weight.detach())
-        self.register_buffer("weight", codes)
-        self.register_buffer("weight_scale", scale)
+            tensors = method.quantize(linear.weight.detach(), amax)
+        self.shipped_names = tuple(tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
-        self.register_buffer("packed", None, persistent=False)
+        self._operands: Operands | None = None
         self.register_load_state_dict_post_hook(_pack_after_load)
         self.pack()
 
+    def shipped(self) -> dict[str, Tensor]:
+        """The stored tensors, by name."""
+        return {name: self.get_buffer(name) for name in self.shipped_names}
+
     @torch.no_grad()
     def pack(self) -> None:
-        """Bring the kernel's layout up to date with ``weight``, in place; nothing to do when it is ``weight``."""
-        if not self.weight.is_meta:
-            if self.packed is None:
-                self.packed = self.method.pack(self.weight)
-            elif self.packed.data_ptr() != self.weight.data_ptr():
-                self.method.repack_(self.packed, self.weight)
-        self._packed_version = self.weight._version
+        """Bring what the kernel reads up to date with the shipped tensors, in place."""
+        tensors = self.shipped()
+        if not any(t.is_meta for t in tensors.values()):
+            first = self._operands is None
+            self._operands = self.method.operands(tensors, self.compute_dtype, self._operands)
+            if first:
+                for index, operand in enumerate(self._operands):
+                    if not any(operand.data_ptr() == t.data_ptr() for t in tensors.values()):
+                        self.register_buffer(f"operand_{index}", operand, persistent=False)
+        self._packed_versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [t._version for t in self.shipped().values()]
+
+    def _ready(self) -> Operands:
+        if self._operands is None:
+            raise RuntimeError("this layer is on the meta device: call to_empty(device=...) and load its weights first")
+        if self._derived() and self._versions() != self._packed_versions:
+            raise RuntimeError("the codes of a QuantizedLinear changed: call pack() after writing them")
+        return self._operands
+
+    def _derived(self) -> list[str]:
+        return [name for name in self._buffers if name.startswith("operand_")]
 
     @torch.no_grad()
     def forward(self, input: Tensor) -> Tensor:
@@ -243,29 +257,35 @@ class QuantizedLinear(LowBitLinear):
         Raises:
             RuntimeError: when the codes were written and `pack` was not called, or hold nothing yet.
         """
-        packed = self.packed
-        if packed is None:
-            raise RuntimeError("this layer is on the meta device: call to_empty(device=...) and load its weights first")
-        if self.weight._version != self._packed_version and packed.data_ptr() != self.weight.data_ptr():
-            raise RuntimeError("the codes of a QuantizedLinear changed: call pack() after writing them")
-        return self.method.linear(input, packed, self.weight_scale, self.bias)
+        return self.method.linear(input, self._ready(), self.bias)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`forward` without bias and with an fp32 result, for an output head."""
+        return self.method.logits(hidden, self._ready())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        scale = self.weight_scale
-        self.packed = None  # the layout belongs to the old device
+        before = self.shipped()
+        device = before[self.shipped_names[0]].device
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=device)).dtype
+        self._operands = None  # the layout belongs to the old device and dtype
+        for name in self._derived():
+            del self._buffers[name]
         super()._apply(fn, recurse)
-        if self.weight_scale.dtype != torch.float32:  # model.to(dtype) means the compute dtype, never the scales
-            self.weight_scale = scale.to(self.weight_scale.device)
+        for name, old in before.items():
+            new = self.get_buffer(name)
+            if new.dtype != old.dtype:  # model.to(dtype) means the compute dtype, never codes and scales
+                self._buffers[name] = old.to(new.device)
         self.pack()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._packed_version = self.weight._version  # a copied or unpickled tensor counts its writes anew
+        self._packed_versions = self._versions()  # a copied or unpickled tensor counts its writes anew
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.method.code_dtype}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, method={self.method}"
 
 
 def _pack_after_load(module: nn.Module, _: Any) -> None:

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from lqrl.quant.linear import AlignedLinear, LinearMethod, QuantizedLinear, linear_method
+from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
+from lqrl.quant.methods import LinearMethod, linear_method
+from lqrl.quant.numerics import shared_amax
+from lqrl.quant.numerics.finite import all_finite, whole_scale
 from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
 
+# Last names of the layers of a block that engines run as one product; some formats give these one scale.
+_FUSED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 
-def prepare_(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype) -> list[str]:
+
+def sibling_groups(names: Sequence[str]) -> list[list[str]]:
+    """``names`` in groups that engines fuse (q, k, v; gate, up, of one parent); others stand alone."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        fused = next((i for i, siblings in enumerate(_FUSED) if last in siblings), name)
+        groups.setdefault((parent, fused), []).append(name)
+    return list(groups.values())
+
+
+def prepare_(
+    model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype, backward: BackwardMode = "high_precision"
+) -> list[str]:
     """Swap the learner's target layers for `AlignedLinear`, in place; parameters and their names stay.
 
     Args:
         model: the learner.
         scheme: the identity scheme swaps nothing.
         export_dtype: dtype of the exported weights, which is the engine's dtype.
+        backward: see `AlignedLinear`.
 
     Returns:
         Names of the swapped layers; empty for the identity scheme.
@@ -27,9 +46,17 @@ def prepare_(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype
         ValueError: when nothing matches, no kernel computes the scheme, or the model was swapped before.
     """
     targets = target_modules(model, scheme)
-    for name in targets:
-        linear = _plain_linear(model, name)
-        _replace(model, name, AlignedLinear(linear, linear_method(scheme), export_dtype))
+    if not targets:
+        return targets
+    method = linear_method(scheme)
+    _check_shapes(model, targets, method, scheme)
+    layers = {name: AlignedLinear(_plain_linear(model, name), method, export_dtype, backward) for name in targets}
+    for name, layer in layers.items():
+        _replace(model, name, layer)
+    if method.shares_amax:
+        for group in sibling_groups(targets):
+            for name in group:
+                layers[name].share_scale([layers[sibling] for sibling in group])
     return targets
 
 
@@ -47,9 +74,36 @@ def convert_(model: nn.Module, scheme: QuantScheme) -> list[str]:
         RuntimeError: under ``torch.inference_mode()``.
     """
     targets = target_modules(model, scheme)
-    for name in targets:
-        _replace(model, name, QuantizedLinear(_plain_linear(model, name), linear_method(scheme)))
+    if not targets:
+        return targets
+    method = linear_method(scheme)
+    _check_shapes(model, targets, method, scheme)
+    for group in sibling_groups(targets):
+        linears = [_plain_linear(model, name) for name in group]
+        amax = shared_amax([linear.weight.detach() for linear in linears]) if method.shares_amax else None
+        for name, linear in zip(group, linears, strict=True):
+            _replace(model, name, QuantizedLinear(linear, method, amax))
     return targets
+
+
+def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, scheme: QuantScheme) -> None:
+    """Quantize one row of each width, so that a width that the format cannot hold is known before anything is swapped.
+
+    Raises:
+        ValueError: naming the layer and what to do.
+    """
+    seen: set[int] = set()
+    for name in targets:
+        width = _plain_linear(model, name).in_features
+        if width not in seen:
+            seen.add(width)
+            try:
+                method.quantize(torch.zeros(1, width))
+            except ValueError as error:
+                raise ValueError(
+                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}; take a smaller "
+                    f"group, or keep the layer in high precision with skip=['*.{name.rpartition('.')[2]}']"
+                ) from error
 
 
 def pack_(model: nn.Module) -> int:
@@ -82,11 +136,11 @@ class _HasInputEmbeddings(Protocol):
 def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield everything an engine of ``scheme`` loads, in module order, under the model's state-dict names.
 
-    A quantized layer gives ``<name>.weight`` (codes), ``<name>.weight_scale`` (fp32) and ``<name>.bias``; master
-    weights are rounded to ``export_dtype`` *before* they are quantized. All other parameters and persistent buffers
-    come in ``export_dtype`` (integer ones as they are). Tied parameters come once, under the input embedding's name.
-    A prepared model exports the codes of its own forward; a plain one is quantized here. The identity scheme exports
-    full-precision weights of a prepared model too.
+    A quantized layer gives its method's tensors (``<name>.weight`` and ``<name>.weight_scale`` for int8 and fp8) and
+    ``<name>.bias``; master weights are rounded to ``export_dtype`` *before* they are quantized. All other parameters
+    and persistent buffers come in ``export_dtype`` (integer ones as they are). Tied parameters come once, under the
+    input embedding's name. A prepared model exports the codes of its own forward; a plain one is quantized here. The
+    identity scheme exports full-precision weights of a prepared model too.
 
     The tensors may share memory with the model: consume them before it changes.
 
@@ -94,8 +148,9 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
         ValueError: naming the tensor that holds NaN or inf; or when the model was prepared with another dtype or
             format, or is itself an engine's.
     """
-    targets = set(target_modules(model, scheme))
+    targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
+    siblings = {name: group for group in sibling_groups(targets) for name in group}
     tied_name = _embedding_name(model)
     done: set[int] = set()
     for prefix, module in model.named_modules():
@@ -104,12 +159,12 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
                 f"{prefix} holds low-bit codes: export_weights takes the learner's model, with master weights"
             )
         dot = f"{prefix}." if prefix else ""
-        if method is not None and prefix in targets and isinstance(module, nn.Linear):
-            codes, scale = _codes(prefix, module, method, export_dtype)
-            yield f"{dot}weight", codes
-            yield f"{dot}weight_scale", _finite(f"{dot}weight", scale)
+        if method is not None and prefix in siblings and isinstance(module, nn.Linear):
+            group = [model.get_submodule(name) for name in siblings[prefix]]
+            for name, tensor in _quantized(prefix, module, group, method, export_dtype).items():
+                yield f"{dot}{name}", _finite(f"{dot}weight", tensor, whole_scale(name, tensor))
             if module.bias is not None:
-                yield f"{dot}bias", _finite(f"{dot}bias", module.bias.detach().to(export_dtype))
+                yield f"{dot}bias", _exported(f"{dot}bias", module.bias, export_dtype)
             continue
         for name, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
@@ -132,10 +187,14 @@ def _embedding_name(model: nn.Module) -> dict[int, str]:
     return {id(embedding.weight): f"{names[0]}.weight"} if isinstance(embedding, nn.Embedding) else {}
 
 
-def _codes(name: str, linear: nn.Linear, method: LinearMethod, export_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _quantized(
+    name: str, linear: nn.Linear, group: list[nn.Module], method: LinearMethod, export_dtype: torch.dtype
+) -> dict[str, Tensor]:
     if not isinstance(linear, AlignedLinear):
         with torch.no_grad():
-            return method.quantize(linear.weight.detach().to(export_dtype))
+            weights = [m.weight.detach().to(export_dtype) for m in group if isinstance(m, nn.Linear)]
+            amax = shared_amax(weights) if method.shares_amax else None
+            return method.quantize(linear.weight.detach().to(export_dtype), amax)
     if linear.export_dtype != export_dtype or linear.method != method:
         raise ValueError(
             f"{name} was prepared for another format or export dtype ({linear.export_dtype}) than is exported "
@@ -146,10 +205,13 @@ def _codes(name: str, linear: nn.Linear, method: LinearMethod, export_dtype: tor
 
 def _exported(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
-    return _finite(name, tensor.to(dtype)) if tensor.is_floating_point() else tensor
+    if not tensor.is_floating_point():
+        return tensor
+    tensor = tensor.to(dtype)
+    return _finite(name, tensor, all_finite(tensor))
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    if not bool(tensor.isfinite().all()):
+def _finite(name: str, tensor: Tensor, finite: Tensor) -> Tensor:
+    if not bool(finite):
         raise ValueError(f"{name} holds NaN or inf in its export dtype; the update that made it must be undone")
     return tensor

@@ -15,22 +15,43 @@ class TensorFormat:
 
     Attributes:
         dtype: type of the codes.
-        granularity: what shares a scale: ``channel`` (a row of the weight) or ``token`` (a row of the activations).
+        granularity: what shares a scale: ``tensor``, ``channel`` (a row of the weight), ``token`` (a row of the
+            activations), ``group`` (neighbors along the input) or ``block`` (128 x 128 of the weight).
         dynamic: scales are computed when the tensor is used (activations), not stored beside the codes.
         symmetric: no zero point.
+        group_size: neighbors of a group.
+        scale_dtype: type of the scales; those in ``fp8_e4m3`` (nvfp4) have a global fp32 scale besides.
+
+    Raises:
+        ValueError: when ``group_size`` is set without ``granularity: group``, or the reverse.
     """
 
-    dtype: Literal["int8"]
-    granularity: Literal["channel", "token"]
+    dtype: Literal["int8", "int4", "int3", "fp8_e4m3", "fp4_e2m1"]
+    granularity: Literal["tensor", "channel", "token", "group", "block"]
     dynamic: bool = False
     symmetric: bool = True
+    group_size: int | None = None
+    scale_dtype: Literal["float", "fp8_e4m3", "e8m0"] = "float"
+
+    def __post_init__(self) -> None:
+        if (self.group_size is not None) != (self.granularity == "group"):
+            raise ValueError(
+                f"TensorFormat: group_size belongs to granularity 'group', got granularity {self.granularity!r} and "
+                f"group_size {self.group_size}"
+            )
+
+    def __str__(self) -> str:
+        shared = f"{self.granularity}{self.group_size or ''}"
+        scale = "" if self.scale_dtype == "float" else f", {self.scale_dtype} scales"
+        dynamic = ", dynamic" if self.dynamic else ""
+        return f"{self.dtype} per {shared}{scale}{dynamic}{'' if self.symmetric else ', asymmetric'}"
 
 
 @dataclass(frozen=True)
 class QuantScheme:
     """Which linear layers run in which format.
 
-    A format that nothing can compute is refused where the layers are swapped (`lqrl.quant.linear.linear_method`).
+    A format that nothing can compute is refused where the layers are swapped (`lqrl.quant.methods.linear_method`).
 
     Attributes:
         name: what it is called in logs and reports.
@@ -65,7 +86,7 @@ class QuantScheme:
 
     @classmethod
     def preset(cls, name: str) -> QuantScheme:
-        """A named scheme: ``int8_w8a8``, or ``none`` (alias ``bf16``: the engine keeps its dtype).
+        """A named scheme, one of `PRESETS`; ``none`` (alias ``bf16``) keeps the engine's dtype.
 
         ``+lm_head`` after the name quantizes the output head too: ``int8_w8a8+lm_head``.
 
@@ -94,16 +115,36 @@ class QuantScheme:
 
 _IDENTITY = QuantScheme("none")
 
+_INT8_TOKEN = TensorFormat("int8", "token", dynamic=True)
+_FP8_TOKEN = TensorFormat("fp8_e4m3", "token", dynamic=True)
+_NVFP4 = TensorFormat("fp4_e2m1", "group", group_size=16, scale_dtype="fp8_e4m3")
+_MXFP8 = TensorFormat("fp8_e4m3", "group", group_size=32, scale_dtype="e8m0")
+
+_FORMATS: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
+    "int8_w8a8": (TensorFormat("int8", "channel"), _INT8_TOKEN),
+    "int8_w8a16": (TensorFormat("int8", "channel"), None),
+    "int4_w4a16": (TensorFormat("int4", "group", group_size=128), None),
+    "int4_w4a16_g32": (TensorFormat("int4", "group", group_size=32), None),
+    "fp8_per_tensor": (TensorFormat("fp8_e4m3", "tensor"), _FP8_TOKEN),
+    "fp8_per_channel": (TensorFormat("fp8_e4m3", "channel"), _FP8_TOKEN),
+    "fp8_per_block": (
+        TensorFormat("fp8_e4m3", "block"),
+        TensorFormat("fp8_e4m3", "group", group_size=128, dynamic=True),
+    ),
+    "nvfp4_w4a16": (_NVFP4, None),
+    "nvfp4_w4a4": (_NVFP4, replace(_NVFP4, dynamic=True)),
+    "mxfp4_w4a16": (TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0"), None),
+    "mxfp8": (_MXFP8, replace(_MXFP8, dynamic=True)),
+    # Stress formats: harsher than anything that is served, for experiments with corrections.
+    "int3_w3a16_g32": (TensorFormat("int3", "group", group_size=32), None),
+    "int4_w4a4": (TensorFormat("int4", "channel"), TensorFormat("int4", "token", dynamic=True)),
+}
+
 PRESETS: dict[str, QuantScheme] = {
     "none": _IDENTITY,
     "bf16": _IDENTITY,
-    "int8_w8a8": QuantScheme(
-        "int8_w8a8",
-        weight=TensorFormat("int8", "channel"),
-        activation=TensorFormat("int8", "token", dynamic=True),
-    ),
+    **{name: QuantScheme(name, weight, activation) for name, (weight, activation) in _FORMATS.items()},
 }
-
 
 ADDITIONS: dict[str, dict[str, Any]] = {"lm_head": {"lm_head": True}}
 """What may follow a preset's name after ``+``, and the fields it sets."""

@@ -1,0 +1,79 @@
+"""`LinearMethod`: what a format does with a linear layer's weight and input."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Operands = tuple[Tensor, ...]
+"""A quantized weight as the kernel of its format reads it."""
+
+
+class LinearMethod(ABC):
+    """The operations that make a format; a new format is a new frozen dataclass of this kind.
+
+    Learner and engine call the same `linear` on equal operands, so their outputs are equal bit for bit.
+
+    Attributes:
+        shares_amax: siblings that an engine fuses (q, k, v; gate, up) are quantized with their common magnitude.
+    """
+
+    shares_amax: ClassVar[bool] = False
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        """Quantize a weight ``[N, K]``, already rounded to the export dtype.
+
+        Args:
+            weight: floating point.
+            amax: common magnitude of the siblings where the method shares it.
+
+        Returns:
+            The tensors that are shipped and stored, by the names that a compressed-tensors checkpoint gives them.
+
+        Raises:
+            ValueError: when the format cannot hold this shape.
+        """
+
+    @abstractmethod
+    def operands(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, out: Operands | None = None) -> Operands:
+        """Lay out shipped tensors for `linear`.
+
+        Args:
+            tensors: as `quantize` names them.
+            dtype: compute dtype of the layer.
+            out: earlier operands of the same shapes; those that are no shipped tensors are overwritten in place.
+
+        Returns:
+            The operands; some may be shipped tensors themselves.
+        """
+
+    @abstractmethod
+    def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
+        """``x`` ``[..., K]`` times the weight, transposed, plus ``bias``: ``[..., N]`` in the dtype of ``x``."""
+
+    @abstractmethod
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight ``[N, K]`` that the shipped tensors stand for."""
+
+    def logits(self, x: Tensor, operands: Operands) -> Tensor:
+        """`linear` without bias and with an fp32 result, for an output head."""
+        return self.linear(x.float(), operands, None)
+
+    def round_input(self, x: Tensor) -> Tensor:
+        """``x`` as the product sees it: quantized and dequantized where the format quantizes activations."""
+        return x
+
+
+def written(values: Operands, out: Operands | None) -> Operands:
+    """``values``, or ``out`` after copying them into it."""
+    if out is None:
+        return values
+    for target, value in zip(out, values, strict=True):
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
+    return out

@@ -1,0 +1,59 @@
+"""Integer weights and activations on the exact integer GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lqrl.quant import kernels
+from lqrl.quant.methods.base import LinearMethod, Operands
+from lqrl.quant.numerics import dequantize, quantize_int8_channel, quantize_int8_token
+from lqrl.quant.numerics.int8 import INT8_MAX
+
+
+@dataclass(frozen=True)
+class IntegerGemm(LinearMethod):
+    """Weights per output channel, activations per token: ``dtype((acc * weight_scale) * token_scale) + bias``.
+
+    Attributes:
+        weight_max: largest weight code, 127 for int8.
+        activation_max: largest activation code.
+    """
+
+    weight_max: float = INT8_MAX
+    activation_max: float = INT8_MAX
+
+    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        """``weight`` int8 codes ``[N, K]`` and ``weight_scale`` fp32 ``[N, 1]``."""
+        codes, scale = quantize_int8_channel(weight, self.weight_max)
+        return {"weight": codes, "weight_scale": scale}
+
+    def operands(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, out: Operands | None = None) -> Operands:
+        """The codes in the integer kernel's layout, and the scales."""
+        if out is None:
+            return kernels.int8_pack(tensors["weight"]), tensors["weight_scale"]
+        kernels.int8_repack_(out[0], tensors["weight"])
+        return out
+
+    def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
+        """`kernels.int8_linear`; fewer activation bits than 8 are quantized here, before the same product."""
+        packed, scale = operands
+        if self.activation_max == INT8_MAX:
+            return kernels.int8_linear(x, packed, scale, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        codes, token_scale = quantize_int8_token(rows, self.activation_max)
+        acc = kernels.int8_mm(codes, packed, scale.shape[0])
+        y = acc.float().mul_(scale.view(1, -1)).mul_(token_scale).to(x.dtype)
+        y = y if bias is None else y + bias.to(x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``codes * scale``."""
+        return dequantize(tensors["weight"], tensors["weight_scale"], dtype)
+
+    def round_input(self, x: Tensor) -> Tensor:
+        """Quantized per token and back."""
+        return dequantize(*quantize_int8_token(x, self.activation_max), dtype=x.dtype)
