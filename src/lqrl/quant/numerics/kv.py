@@ -1,8 +1,8 @@
 """Keys and values in low precision: int8 or fp8 with a scale per token and head, fp8 with a calibrated scale a layer.
 
 All take ``[..., D]`` with the head width last. Per token and head: ``scale = max(amax / qmax, 1e-6)``, codes from
-``x * (1 / scale)``, as in vLLM's cache kernel. Two differences: that kernel's int8 store truncates, which doubles the
-error, where codes here are rounded half to even; and its Triton divisions are approximate in the last bit.
+``x * (1 / scale)``, as in vLLM's cache kernel. Two differences: int8 codes here are rounded half to even, there half
+away from zero (0.32) or by truncation (0.26, twice the error); and Triton's divisions are approximate in the last bit.
 
 The static fp8 rule is vLLM's: codes ``x / scale``, saturating. Its scale is FP8-RL's (arXiv 2601.18150):
 1.05 * P99.9(amax) / 448 over the calibrated magnitudes of a layer.
