@@ -27,13 +27,14 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
     words = flat.view(_WORDS[size])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    place = mix64(torch.arange(_BLOCK, dtype=torch.int64, device=tensor.device) + 1) | 1
+    width = min(_BLOCK, max(words.numel(), 1))  # padding adds nothing, so a small tensor needs no whole block
+    place = mix64(torch.arange(width, dtype=torch.int64, device=tensor.device) + 1) | 1
     step = _BLOCK * _BLOCKS.get(tensor.device.type, 256)
     for start in range(0, words.numel(), step):
         part = words[start : start + step].long()
-        if part.numel() % _BLOCK:
-            part = F.pad(part, (0, -part.numel() % _BLOCK))
-        part = part.view(-1, _BLOCK)
+        if part.numel() % width:
+            part = F.pad(part, (0, -part.numel() % width))
+        part = part.view(-1, width)
         # The xor folds high bits down: a product alone would let two flipped sign bits cancel.
         mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
         mixed ^= (mixed >> 29) & 0x7FFFFFFFF
