@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
 from quant_families import FAMILIES, LAYERS, tokens
 from torch import nn
 from transform_models import exact_model, logits, packed_model, state
@@ -19,7 +23,14 @@ from transformers import (
 
 from lqrl.modeling.backbone import load_model
 from lqrl.quant import QuantScheme, export_weights
-from lqrl.quant.transforms import HadamardRotation, SmoothQuant, UpdateAwareScaling, activation_amax, fold_all_
+from lqrl.quant.transforms import (
+    HadamardRotation,
+    InvariantTransform,
+    SmoothQuant,
+    UpdateAwareScaling,
+    activation_amax,
+    fold_all_,
+)
 from lqrl.quant.transforms.rotation import Rotation
 
 LINEARS = LAYERS * 7 + 1  # and the output head
@@ -209,6 +220,18 @@ def test_transforms_compose_and_are_undone_in_reverse():
         transform.unfold_(model)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-12)
+
+
+def test_a_config_names_them_by_class_path():
+    parser = ArgumentParser()
+    parser.add_argument("--transforms", type=Sequence[InvariantTransform])
+    values = [
+        {"class_path": "lqrl.quant.HadamardRotation", "init_args": {"seed": 3}},
+        {"class_path": "lqrl.quant.SmoothQuant", "init_args": {"alpha": 0.6, "tokens": [[1, 2], [3]]}},
+        {"class_path": "lqrl.quant.UpdateAwareScaling"},
+    ]
+    built = parser.instantiate_classes(parser.parse_args(["--transforms", json.dumps(values)])).transforms
+    assert built == [HadamardRotation(3), SmoothQuant(0.6, ((1, 2), (3,))), UpdateAwareScaling(1.5)]
 
 
 def test_a_rotation_that_would_undo_another_transform_is_refused():
