@@ -97,16 +97,8 @@ def doubled(weights: Stream, at: int) -> Iterator[Named]:
     yield from weights[: at + 1] + weights[at:]
 
 
-def doubled_at_the_end(weights: Stream, at: int) -> Iterator[Named]:
-    yield from [*weights, weights[at]]
-
-
 def renamed(weights: Stream, at: int) -> Iterator[Named]:
     yield from with_tensor(weights, at, weights[at][1], name=f"{weights[at][0]}.old")
-
-
-def too_short(weights: Stream, at: int) -> Iterator[Named]:
-    yield from with_tensor(weights, at, weights[at][1][:-1])
 
 
 def broadcastable(weights: Stream, at: int) -> Iterator[Named]:
@@ -139,9 +131,7 @@ FAULTS: dict[Fault, str] = {
     raises: r"stream of weights failed after \d+ tensors: the sender is gone",
     missing: r"\d+ of \d+ elements were written; missing: {name}$",
     doubled: "{name} came twice",
-    doubled_at_the_end: "{name} came twice",
     renamed: r"no tensor named {name}\.old",
-    too_short: r"{name} has shape \(.*\), the engine's is \(",
     broadcastable: r"{name} has shape \(1,.*\), the engine's is \(",
     reshaped: r"{name} has shape \(1, .*\), the engine's is \(",
     same_size_dtype: r"{name} is torch\.\w+, the engine's is torch\.\w+;",
@@ -160,17 +150,16 @@ def test_a_faulty_tensor_is_refused_wherever_it_is(case: Case, fault: Fault) -> 
     case.check_samples()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_number_that_is_not_finite_is_refused_wherever_it_is(case: Case, value: float, place: int) -> None:
+def test_a_number_that_is_not_finite_is_refused_wherever_it_is(case: Case) -> None:
     floating = [i for i, (_, t) in enumerate(case.good) if t.is_floating_point()]
     assert len(floating) >= len(case.good) / 2
     for at in floating:
         name, tensor = case.other[at]
-        broken = tensor.clone()
-        broken.view(-1)[place] = value
-        error = case.check_refusal(iter(with_tensor(case.other, at, broken)), 10 * at)
-        assert f"{name} holds NaN or inf" in str(error)
+        for place, value in ((0, torch.nan), (-1, torch.nan), (0, torch.inf), (-1, -torch.inf)):
+            broken = tensor.clone()
+            broken.view(-1)[place] = value
+            error = case.check_refusal(iter(with_tensor(case.other, at, broken)), 10 * at)
+            assert f"{name} holds NaN or inf" in str(error)
         case.check_recovery(10 * at + 2)
     case.check_samples()
 
