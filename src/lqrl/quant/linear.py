@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lqrl.quant.codes import CodeModule
 from lqrl.quant.methods.base import LinearMethod, Operands
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.scheme import LowBitLinear
 
 BackwardMode = Literal["high_precision", "dequantized"]
 
@@ -32,8 +32,15 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    """Another value once ``weights`` may have changed: their versions and addresses, and the optimizer steps so far."""
+    return (*(w._version for w in weights), *(w.data_ptr() for w in weights), _optimizer_steps)
+
+
 @dataclass(frozen=True)
-class _Quantized:
+class Quantized:
+    """A weight's codes, shipped and as its kernel reads them, and the `weight_key` they were made at."""
+
     key: tuple[int, ...]
     method: LinearMethod
     tensors: dict[str, Tensor]
@@ -49,7 +56,7 @@ class _StraightThrough(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        quantized: _Quantized,
+        quantized: Quantized,
         export_dtype: torch.dtype,
         backward: BackwardMode,
     ) -> Tensor:
@@ -73,6 +80,18 @@ class _StraightThrough(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_b = rows.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_b, None, None, None
+
+
+def straight_through(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quantized: Quantized,
+    export_dtype: torch.dtype,
+    backward: BackwardMode,
+) -> Tensor:
+    """The engine's product of ``x`` ``[..., K]`` with the codes; backward see `AlignedLinear`."""
+    return _StraightThrough.apply(x, weight, bias, quantized, export_dtype, backward)
 
 
 class AlignedLinear(nn.Linear):
@@ -112,7 +131,7 @@ class AlignedLinear(nn.Linear):
         self.backward_mode: BackwardMode = backward
         self._siblings: tuple[AlignedLinear, ...] = ()
         self._amax: tuple[tuple[int, ...], Tensor] | None = None
-        self._cache: _Quantized | None = None
+        self._cache: Quantized | None = None
         self.train(linear.training)
 
     def share_scale(self, siblings: Sequence[AlignedLinear]) -> None:
@@ -121,17 +140,16 @@ class AlignedLinear(nn.Linear):
         self.invalidate()
 
     def _key(self) -> tuple[int, ...]:
-        weights = [layer.weight for layer in self._siblings or (self,)]
-        return (*(w._version for w in weights), *(w.data_ptr() for w in weights), _optimizer_steps)
+        return weight_key([layer.weight for layer in self._siblings or (self,)])
 
-    def _quantized(self) -> _Quantized:
+    def _quantized(self) -> Quantized:
         key = self._key()
         if self._cache is None or self._cache.key != key:
             with torch.no_grad():
                 tensors = self.method.quantize(self.exported(self.weight), self._shared_amax(key))
                 # Fresh tensors each time: a consumer of the last export may still hold the old ones.
                 operands = self.method.operands(tensors, self.export_dtype)
-                self._cache = _Quantized(key, self.method, tensors, operands)
+                self._cache = Quantized(key, self.method, tensors, operands)
         return self._cache
 
     def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
@@ -168,9 +186,7 @@ class AlignedLinear(nn.Linear):
             return self._aligned(input.to(torch.get_autocast_dtype(device)))
 
     def _aligned(self, x: Tensor) -> Tensor:
-        return _StraightThrough.apply(
-            x, self.weight, self.bias, self._quantized(), self.export_dtype, self.backward_mode
-        )
+        return straight_through(x, self.weight, self.bias, self._quantized(), self.export_dtype, self.backward_mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AlignedLinear:
         self.invalidate()
@@ -181,7 +197,7 @@ class AlignedLinear(nn.Linear):
         return f"{super().extra_repr()}, method={self.method}, export_dtype={self.export_dtype}"
 
 
-class QuantizedLinear(LowBitLinear):
+class QuantizedLinear(CodeModule):
     """An engine's linear layer: codes and scales as buffers, no gradient.
 
     Buffers: the tensors that the method ships, under their names (``weight`` and ``weight_scale`` for int8), ``bias``
@@ -201,54 +217,15 @@ class QuantizedLinear(LowBitLinear):
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear, method: LinearMethod, amax: Tensor | None = None) -> None:
-        super().__init__()
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "build the engine under torch.no_grad(): tensors made in inference_mode cannot be updated"
-            )
+        super().__init__(method, linear.weight.dtype)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.method = method
-        self.compute_dtype = linear.weight.dtype
         with torch.no_grad():
-            tensors = method.quantize(linear.weight.detach(), amax)
-        self.shipped_names = tuple(tensors)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+            self._hold(method.quantize(linear.weight.detach(), amax))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
-        self._operands: Operands | None = None
-        self.register_load_state_dict_post_hook(_pack_after_load)
-        self.pack()
 
-    def shipped(self) -> dict[str, Tensor]:
-        """The stored tensors, by name."""
-        return {name: self.get_buffer(name) for name in self.shipped_names}
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Bring what the kernel reads up to date with the shipped tensors, in place."""
-        tensors = self.shipped()
-        if not any(t.is_meta for t in tensors.values()):
-            first = self._operands is None
-            self._operands = self.method.operands(tensors, self.compute_dtype, self._operands)
-            if first:
-                for index, operand in enumerate(self._operands):
-                    if not any(operand.data_ptr() == t.data_ptr() for t in tensors.values()):
-                        self.register_buffer(f"operand_{index}", operand, persistent=False)
-        self._packed_versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [t._version for t in self.shipped().values()]
-
-    def _ready(self) -> Operands:
-        if self._operands is None:
-            raise RuntimeError("this layer is on the meta device: call to_empty(device=...) and load its weights first")
-        if self._derived() and self._versions() != self._packed_versions:
-            raise RuntimeError("the codes of a QuantizedLinear changed: call pack() after writing them")
-        return self._operands
-
-    def _derived(self) -> list[str]:
-        return [name for name in self._buffers if name.startswith("operand_")]
+    def _matrices(self) -> dict[str, list[dict[str, Tensor]]]:
+        return {"operand": [self.shipped()]}
 
     @torch.no_grad()
     def forward(self, input: Tensor) -> Tensor:
@@ -257,37 +234,13 @@ class QuantizedLinear(LowBitLinear):
         Raises:
             RuntimeError: when the codes were written and `pack` was not called, or hold nothing yet.
         """
-        return self.method.linear(input, self._ready(), self.bias)
+        return self.method.linear(input, self._ready()["operand"][0], self.bias)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """`forward` without bias and with an fp32 result, for an output head."""
-        return self.method.logits(hidden, self._ready())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        before = self.shipped()
-        device = before[self.shipped_names[0]].device
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=device)).dtype
-        self._operands = None  # the layout belongs to the old device and dtype
-        for name in self._derived():
-            del self._buffers[name]
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self.get_buffer(name)
-            if new.dtype != old.dtype:  # model.to(dtype) means the compute dtype, never codes and scales
-                self._buffers[name] = old.to(new.device)
-        self.pack()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._packed_versions = self._versions()  # a copied or unpickled tensor counts its writes anew
+        return self.method.logits(hidden, self._ready()["operand"][0])
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, method={self.method}"
-
-
-def _pack_after_load(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, QuantizedLinear)
-    module.pack()
