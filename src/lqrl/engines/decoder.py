@@ -12,6 +12,7 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.lean import LeanDecoder
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
+from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.prepare import convert_, pack_
 
@@ -38,6 +39,7 @@ class Decoder:
             weight = output_weight(self.model)
             self.device, self.vocabulary = weight.device, weight.shape[0]
             convert_(self.model, spec.scheme)
+            prepare_kv_(self.model, spec.scheme)
             self.model.requires_grad_(False)
             self.model.eval()
             head = self.model.get_output_embeddings()

@@ -9,32 +9,46 @@ from torch import Tensor
 
 from lqrl.modeling.attention import AttentionContext, PackedContext, decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.quant.kv import KVCacheMethod
 
 
 class SlotCache:
-    """Keys and values of every layer, ``[slots, Hkv, length, D]``, as views of storage that only grows.
+    """Keys and values of every layer in slots, as views of storage that only grows.
+
+    A view is ``[slots, Hkv, length, D]``. Under a low-bit format it holds codes; a second one, fp32
+    ``[slots, Hkv, length, 1]``, holds the scales of tokens and heads where the format has those.
 
     Args:
         shapes: heads and widths of each layer.
-        dtype: dtype of keys and values.
+        dtype: dtype of the keys and values that go in and come out.
         device: where they live.
+        method: the cache's low-bit format, or ``None``.
+        scales: calibrated scale of each layer's keys and values, read when they are used.
     """
 
-    def __init__(self, shapes: Sequence[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        method: KVCacheMethod | None = None,
+        scales: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         self.shapes = list(shapes)
         self.dtype = dtype
         self.device = device
         self.slots = 0
         self.length = 0
+        self._method = method
+        self._layer_scales = [(k.to(device), v.to(device)) for k, v in scales]
         self._capacity = 0
-        self._storage: list[tuple[Tensor, Tensor]] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self._storage: list[tuple[Tensor, ...]] = []
+        self._views: list[tuple[Tensor, ...]] = []  # keys, values and, per token and head, their scales
 
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(k.nbytes + v.nbytes for k, v in self._storage)
+        return sum(flat.nbytes for layer in self._storage for flat in layer)
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for ``slots`` sequences of at most ``length`` tokens; what was cached is gone."""
@@ -42,32 +56,61 @@ class SlotCache:
             self.release()
             self._capacity = slots * length
             self._storage = [
-                (self._zeros(s.kv_heads * s.key_width), self._zeros(s.kv_heads * s.value_width)) for s in self.shapes
+                tuple(self._zeros(shape.kv_heads * width, dtype) for width, dtype in self._parts(shape))
+                for shape in self.shapes
             ]
         self.slots, self.length = slots, length
-        self.keys, self.values = [], []
-        for shape, (keys, values) in zip(self.shapes, self._storage, strict=True):
-            for views, flat, width in ((self.keys, keys, shape.key_width), (self.values, values, shape.value_width)):
-                size = slots * shape.kv_heads * length * width
-                views.append(flat[:size].view(slots, shape.kv_heads, length, width))
+        self._views = [
+            tuple(
+                flat[: slots * shape.kv_heads * length * width].view(slots, shape.kv_heads, length, width)
+                for flat, (width, _) in zip(layer, self._parts(shape), strict=True)
+            )
+            for shape, layer in zip(self.shapes, self._storage, strict=True)
+        ]
 
     def release(self) -> None:
         """Give the memory back."""
         self.slots = self.length = self._capacity = 0
-        self._storage, self.keys, self.values = [], [], []
+        self._storage, self._views = [], []
 
     def clear(self) -> None:
         """Zero the storage: a value that was NaN would outlive its weights (0 * NaN) where keys are masked."""
-        for keys, values in self._storage:
-            keys.zero_()
-            values.zero_()
+        for layer in self._storage:
+            for flat in layer:
+                flat.zero_()
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[1, Hkv, N, D]`` keys and values at `rows`."""
-        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            width = cache.shape[3]
+        parts = [keys, values]
+        if self._method is not None:
+            scales = self._layer_scales[layer]
+            (keys, k_scale), (values, v_scale) = (
+                self._method.quantize(x, scale) for x, scale in zip((keys, values), scales, strict=True)
+            )
+            parts = [keys, values, k_scale, v_scale] if self._method.per_token else [keys, values]
+        for view, new in zip(self._views[layer], parts, strict=True):
+            width = view.shape[3]
             # Models make [N, Hkv, D] and hand out a transposed view of it, so this reshape copies nothing.
-            cache.view(-1, width).index_copy_(0, rows, new[0].transpose(0, 1).reshape(-1, width))
+            flat = new[0].transpose(0, 1).reshape(-1, width)
+            _plain(view).view(-1, width).index_copy_(0, rows, _plain(flat))
+
+    def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[slots, Hkv, length, D]`` of the first slots and tokens, in the cache's ``dtype``."""
+        live = [view[:slots, :, :length] for view in self._views[layer]]
+        if self._method is None:
+            return live[0], live[1]
+        scales = live[2:] if self._method.per_token else self._layer_scales[layer]
+        keys, values = (
+            self._method.dequantize(codes, scale, self.dtype) for codes, scale in zip(live, scales, strict=False)
+        )
+        return keys, values
+
+    def seen(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as queries see them, rounded by the cache's format."""
+        if self._method is None:
+            return keys, values
+        k_scale, v_scale = self._layer_scales[layer]
+        return self._method.round_trip(keys, k_scale), self._method.round_trip(values, v_scale)
 
     def rows(self, kv_heads: int, slots: Tensor, positions: Tensor) -> Tensor:
         """Flat rows ``[N * Hkv]`` of the tokens at ``positions`` of ``slots``, both ``[N]`` int64."""
@@ -77,11 +120,22 @@ class SlotCache:
     def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` to slots ``target`` (of equal number, disjoint)."""
         at = torch.tensor([source, target], device=self.device)
-        for cache in (*self.keys, *self.values):
+        for cache in (_plain(view) for layer in self._views for view in layer):
             cache[at[1], :, :length] = cache[at[0], :, :length]
 
-    def _zeros(self, width: int) -> Tensor:
-        return torch.zeros(self._capacity * width, dtype=self.dtype, device=self.device)
+    def _parts(self, shape: AttentionShape) -> list[tuple[int, torch.dtype]]:
+        """Width and dtype of what a layer stores."""
+        codes = self.dtype if self._method is None else self._method.code_dtype
+        parts = [(shape.key_width, codes), (shape.value_width, codes)]
+        return [*parts, *[(1, torch.float32)] * 2] if self._method is not None and self._method.per_token else parts
+
+    def _zeros(self, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self._capacity * width, dtype=dtype, device=self.device)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """fp8 as bytes, which can be indexed and copied anywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 class PrefillContext(PackedContext):
@@ -94,7 +148,7 @@ class PrefillContext(PackedContext):
     """
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], slots: Sequence[int]) -> None:
-        super().__init__(lengths, cache.device)
+        super().__init__(lengths, cache.device, cache.seen)
         counts = torch.tensor(lengths)
         self.position_ids = torch.cat([torch.arange(n) for n in lengths]).to(cache.device)
         self.last = (counts.cumsum(0) - 1).to(cache.device)
@@ -152,8 +206,7 @@ class DecodeContext(AttentionContext):
         if sliding_window not in self._bias:
             self._bias[sliding_window] = self._make_bias(sliding_window)
         self._cache.write(layer_idx, self._rows[heads], k, v)
-        live = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        keys, values = (x[: self._slots.shape[0], :, : self._length] for x in live)
+        keys, values = self._cache.read(layer_idx, self._slots.shape[0], self._length)
         return decode_attention(q[0].transpose(0, 1), keys, values, self._bias[sliding_window], scaling)[None]
 
     def _make_bias(self, window: int | None) -> Tensor:

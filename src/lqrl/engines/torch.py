@@ -13,6 +13,7 @@ from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.transaction import addresses, model_digest, write_weights_
+from lqrl.quant.kv import kv_method, kv_scales
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
 
@@ -79,7 +80,13 @@ class TorchEngine(RolloutEngine):
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
         self._asleep = False
-        self._cache = SlotCache([s for _, s in sorted(self.decoder.shapes.items())], spec.dtype, spec.device)
+        self._cache = SlotCache(
+            [shape for _, shape in sorted(self.decoder.shapes.items())],
+            spec.dtype,
+            spec.device,
+            kv_method(spec.scheme),
+            kv_scales(self.decoder.model, spec.scheme),
+        )
         self._stats = EngineStats()
 
     @property

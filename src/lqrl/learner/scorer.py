@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import chunked_logprobs
+from lqrl.modeling.attention import KVHook
 from lqrl.modeling.backbone import hidden_states, pack
 from lqrl.modeling.head import output_head
 from lqrl.modeling.precision import cast_parameters
@@ -23,18 +24,22 @@ class Scorer(nn.Module):
         policy: loaded by `modeling.load_model`.
         temperature: of the rollouts.
         compute_dtype: dtype of the forward pass; parameters of another dtype are cast on the way in.
+        kv: the rounding of the engine's key/value cache, or ``None``.
     """
 
-    def __init__(self, policy: PreTrainedModel, temperature: float, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, temperature: float, compute_dtype: torch.dtype, kv: KVHook | None = None
+    ) -> None:
         super().__init__()
         self.policy, self.temperature, self.compute_dtype = policy, temperature, compute_dtype
+        self.kv = kv
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
 
         The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
         """
-        packed = pack(input_ids, attention_mask)
+        packed = pack(input_ids, attention_mask, self.kv)
         hidden = hidden_states(self.policy, packed)
         continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
         source = packed.index[:-1][continues]

@@ -8,7 +8,7 @@ is registered under the name ``"lqrl"``; no mask is registered under that name, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ATTENTION_NAME = "lqrl"
+KVHook = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Layer, keys and values ``[1, Hkv, N, D]`` to the keys and values that queries see: a low-bit cache's rounding."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None = None) -> Tensor:
@@ -100,9 +102,11 @@ class PackedContext(AttentionContext):
     Args:
         lengths: tokens of each sequence, in order; their sum is ``N``.
         device: where the tokens are.
+        kv: changes keys and values before they are attended to, such as the rounding of a low-bit cache.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu", kv: KVHook | None = None) -> None:
+        self._kv = kv
         self.lengths = [n for n in lengths if n > 0]
         if not self.lengths:
             raise ValueError("PackedContext needs at least one token; drop empty sequences before packing")
@@ -121,6 +125,8 @@ class PackedContext(AttentionContext):
         """Scatter to ``[B, H, T, D]``, attend, gather back; equal lengths need no scatter."""
         if q.shape[2] != self.tokens:
             raise ValueError(f"the model got {q.shape[2]} tokens, its attention_context describes {self.tokens}")
+        if self._kv is not None:
+            k, v = self._kv(layer_idx, k, v)
         out = causal_attention(self._unpack(q), self._unpack(k), self._unpack(v), scaling, sliding_window)
         rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
         return (rows if self._index is None else rows.index_select(0, self._index))[None]

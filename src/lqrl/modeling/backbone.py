@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lqrl.modeling.attention import AttentionContext, PackedContext, register_attention
+from lqrl.modeling.attention import AttentionContext, KVHook, PackedContext, register_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -128,12 +128,13 @@ def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
     return probe.shapes
 
 
-def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
+def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None) -> Packed:
     """Drop the padding of a batch.
 
     Args:
         input_ids: ``[B, T]`` int64.
         attention_mask: ``[B, T]`` bool or 0/1, true on one run of tokens a row.
+        kv: see `lqrl.modeling.attention.PackedContext`.
 
     Returns:
         The packed tokens; a row without tokens takes no room.
@@ -141,7 +142,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
     mask = attention_mask.bool()
     index = mask.flatten().nonzero().squeeze(1)
     positions = mask.cumsum(1).flatten()[index] - 1
-    context = PackedContext(mask.sum(1).tolist(), input_ids.device)
+    context = PackedContext(mask.sum(1).tolist(), input_ids.device, kv)
     return Packed(input_ids.flatten()[index][None], positions[None], context, index)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant.kv import SCALE_NAMES, kv_method
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.methods import LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
@@ -151,6 +152,8 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
     siblings = {name: group for group in sibling_groups(targets) for name in group}
+    cache = kv_method(scheme)
+    with_kv_scales = cache is not None and not cache.per_token
     tied_name = _embedding_name(model)
     done: set[int] = set()
     for prefix, module in model.named_modules():
@@ -174,8 +177,10 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
             full = tied_name.get(key, f"{dot}{name}")
             yield full, _exported(full, parameter, export_dtype)
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, export_dtype)
+            if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
+                # Scales stay in fp32, like those of codes.
+                dtype = buffer.dtype if name in SCALE_NAMES else export_dtype
+                yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype)
 
 
 def _embedding_name(model: nn.Module) -> dict[int, str]:

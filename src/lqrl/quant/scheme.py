@@ -16,7 +16,8 @@ class TensorFormat:
     Attributes:
         dtype: type of the codes.
         granularity: what shares a scale: ``tensor``, ``channel`` (a row of the weight), ``token`` (a row of the
-            activations), ``group`` (neighbors along the input) or ``block`` (128 x 128 of the weight).
+            activations), ``token_head`` (keys or values of one head), ``group`` (neighbors along the input) or
+            ``block`` (128 x 128 of the weight).
         dynamic: scales are computed when the tensor is used (activations), not stored beside the codes.
         symmetric: no zero point.
         group_size: neighbors of a group.
@@ -27,7 +28,7 @@ class TensorFormat:
     """
 
     dtype: Literal["int8", "int4", "int3", "fp8_e4m3", "fp4_e2m1"]
-    granularity: Literal["tensor", "channel", "token", "group", "block"]
+    granularity: Literal["tensor", "channel", "token", "token_head", "group", "block"]
     dynamic: bool = False
     symmetric: bool = True
     group_size: int | None = None
@@ -60,6 +61,8 @@ class QuantScheme:
         skip: fnmatch patterns of module names that stay in high precision, besides those `target_modules` leaves out.
         lm_head: the output head is quantized too. Tied weights are shipped twice then: the embedding's in full
             precision, the head's as codes.
+        kv_cache: format of keys and values in the engine's cache, or ``None`` for the compute dtype. Not dynamic means
+            scales calibrated for each layer.
 
     Raises:
         ValueError: when ``activation``, ``skip`` or ``lm_head`` is set without ``weight``, since it would do nothing.
@@ -70,6 +73,7 @@ class QuantScheme:
     activation: TensorFormat | None = None
     skip: tuple[str, ...] = ()
     lm_head: bool = False
+    kv_cache: TensorFormat | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", tuple(self.skip))
@@ -88,7 +92,9 @@ class QuantScheme:
     def preset(cls, name: str) -> QuantScheme:
         """A named scheme, one of `PRESETS`; ``none`` (alias ``bf16``) keeps the engine's dtype.
 
-        ``+lm_head`` after the name quantizes the output head too: ``int8_w8a8+lm_head``.
+        Additions after the name, in any number: ``+lm_head`` quantizes the output head too; ``+kv_int8`` and
+        ``+kv_fp8`` the key/value cache, with scales per token and head; ``+kv_fp8_static`` with calibrated scales.
+        ``fp8_per_channel+lm_head+kv_fp8`` has all of it in 8 bits.
 
         Raises:
             ValueError: when ``name`` is unknown, and lists the names; or an addition is.
@@ -146,7 +152,12 @@ PRESETS: dict[str, QuantScheme] = {
     **{name: QuantScheme(name, weight, activation) for name, (weight, activation) in _FORMATS.items()},
 }
 
-ADDITIONS: dict[str, dict[str, Any]] = {"lm_head": {"lm_head": True}}
+ADDITIONS: dict[str, dict[str, Any]] = {
+    "lm_head": {"lm_head": True},
+    "kv_int8": {"kv_cache": TensorFormat("int8", "token_head", dynamic=True)},
+    "kv_fp8": {"kv_cache": TensorFormat("fp8_e4m3", "token_head", dynamic=True)},
+    "kv_fp8_static": {"kv_cache": TensorFormat("fp8_e4m3", "tensor")},
+}
 """What may follow a preset's name after ``+``, and the fields it sets."""
 
 

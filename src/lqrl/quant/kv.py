@@ -1,0 +1,202 @@
+"""Low-bit key/value caches: what the engine stores, and the same rounding for the learner's forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lqrl.quant.numerics import (
+    dequantize,
+    kv_scale_from_amax,
+    quantize_kv_fp8_static,
+    quantize_kv_fp8_token_head,
+    quantize_kv_int8_token_head,
+)
+from lqrl.quant.scheme import QuantScheme, TensorFormat
+
+SCALE_NAMES = ("k_scale", "v_scale")
+"""Buffers of an attention module that hold its calibrated scales, under the names vLLM reads."""
+
+
+class KVCacheMethod(ABC):
+    """The operations of a cache format on keys or values ``[..., D]``, head width last.
+
+    Attributes:
+        code_dtype: dtype of the codes.
+        per_token: a scale for each token and head is stored beside the codes; else one a layer is calibrated.
+    """
+
+    code_dtype: ClassVar[torch.dtype]
+    per_token: ClassVar[bool]
+
+    @abstractmethod
+    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales ``[..., 1]`` of ``x``; ``scale`` is the layer's, where there is one."""
+
+    def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """``codes * scale`` in fp32, rounded once to ``dtype``."""
+        return dequantize(codes, scale, dtype)
+
+    def round_trip(self, x: Tensor, scale: Tensor) -> Tensor:
+        """``x`` as it is read back from the cache, in its dtype."""
+        return self.dequantize(*self.quantize(x, scale), x.dtype)
+
+
+@dataclass(frozen=True)
+class Int8TokenHead(KVCacheMethod):
+    """int8 codes with a scale per token and head."""
+
+    code_dtype: ClassVar[torch.dtype] = torch.int8
+    per_token: ClassVar[bool] = True
+
+    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8, scales fp32."""
+        return quantize_kv_int8_token_head(x)
+
+
+@dataclass(frozen=True)
+class Fp8TokenHead(KVCacheMethod):
+    """e4m3 codes with a scale per token and head."""
+
+    code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    per_token: ClassVar[bool] = True
+
+    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes e4m3, scales fp32."""
+        return quantize_kv_fp8_token_head(x)
+
+
+@dataclass(frozen=True)
+class Fp8Static(KVCacheMethod):
+    """e4m3 codes with a calibrated scale a layer, one for keys and one for values (FP8-RL, arXiv 2601.18150)."""
+
+    code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    per_token: ClassVar[bool] = False
+
+    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes e4m3, saturating, and the scale."""
+        return quantize_kv_fp8_static(x, scale), scale
+
+
+METHODS: dict[TensorFormat, KVCacheMethod] = {
+    TensorFormat("int8", "token_head", dynamic=True): Int8TokenHead(),
+    TensorFormat("fp8_e4m3", "token_head", dynamic=True): Fp8TokenHead(),
+    TensorFormat("fp8_e4m3", "tensor"): Fp8Static(),
+}
+
+
+def kv_method(scheme: QuantScheme) -> KVCacheMethod | None:
+    """The operations of ``scheme``'s cache; ``None`` for a cache in the compute dtype.
+
+    Raises:
+        ValueError: when nothing computes the format.
+    """
+    if scheme.kv_cache is None:
+        return None
+    method = METHODS.get(scheme.kv_cache)
+    if method is None:
+        known = ", ".join(map(str, METHODS))
+        raise ValueError(f"no cache holds keys and values as {scheme.kv_cache}; supported: {known}")
+    return method
+
+
+class _RoundTrip(torch.autograd.Function):
+    """Forward: what the cache gives back. Backward: straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, method: KVCacheMethod) -> Tensor:  # type: ignore[override]
+        return method.round_trip(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+class KVRounding:
+    """Keys and values as an engine's cache gives them back, differentiable; handed to a packed forward.
+
+    Args:
+        method: of the cache.
+        scales: keys' and values' scale of each layer; ignored by methods that compute their own.
+    """
+
+    def __init__(self, method: KVCacheMethod, scales: list[tuple[Tensor, Tensor]]) -> None:
+        self.method = method
+        self.scales = scales
+
+    def __call__(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Both rounded; shapes ``[..., D]``."""
+        k_scale, v_scale = self.scales[layer_idx]
+        return _RoundTrip.apply(keys, k_scale, self.method), _RoundTrip.apply(values, v_scale, self.method)
+
+
+class KVObserver:
+    """Notes the largest keys and values of a forward pass; handed to it in the place of a `KVRounding`.
+
+    Attributes:
+        amax: for each layer a list of ``[2, N]``: the magnitude of each token's keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.amax: dict[int, list[Tensor]] = {}
+
+    def __call__(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[1, H, N, D]`` as they are."""
+        amax = torch.stack([x.detach()[0].abs().amax(dim=(0, 2)).float() for x in (keys, values)])
+        self.amax.setdefault(layer_idx, []).append(amax)
+        return keys, values
+
+    def scales(self) -> dict[int, Tensor]:
+        """``[2]`` for each layer: 1.05 * P99.9 of the tokens' magnitudes / 448, for keys and for values."""
+        joined = {layer: torch.cat(parts, 1) for layer, parts in self.amax.items()}
+        return {i: torch.cat([kv_scale_from_amax(row) for row in both]) for i, both in joined.items()}
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules named ``self_attn``, in layer order.
+
+    Raises:
+        NotImplementedError: when there is none.
+    """
+    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "self_attn"]
+    if not modules:
+        raise NotImplementedError(
+            f"{type(model).__name__} has no modules named self_attn to hold cache scales; use a cache format with "
+            "scales per token and head: +kv_fp8 or +kv_int8"
+        )
+    return modules
+
+
+def prepare_kv_(model: nn.Module, scheme: QuantScheme) -> None:
+    """Give ``model`` the buffers of calibrated scales, 1 until `calibrate_`; nothing for other caches.
+
+    Learner and engine call this: the scales are then exported, shipped and saved like weights.
+    """
+    method = kv_method(scheme)
+    if method is None or method.per_token:
+        return
+    for module in attention_modules(model):
+        device = next(module.parameters()).device
+        for name in SCALE_NAMES:
+            module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=device))
+
+
+def kv_scales(model: nn.Module, scheme: QuantScheme) -> list[tuple[Tensor, Tensor]]:
+    """Scales of each layer as they are in the model now; empty when no cache format is set."""
+    method = kv_method(scheme)
+    if method is None:
+        return []
+    if method.per_token:
+        one = torch.ones(())
+        return [(one, one) for _ in attention_modules(model)]
+    return [(m.get_buffer("k_scale"), m.get_buffer("v_scale")) for m in attention_modules(model)]
+
+
+def kv_rounding(model: nn.Module, scheme: QuantScheme) -> KVRounding | None:
+    """The rounding of ``scheme``'s cache with the scales of ``model``; ``None`` for a cache in the compute dtype."""
+    method = kv_method(scheme)
+    return None if method is None else KVRounding(method, kv_scales(model, scheme))
