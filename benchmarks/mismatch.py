@@ -15,17 +15,21 @@ import json
 from dataclasses import dataclass
 
 import torch
+from prompts import make_prompts
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lqrl.algorithms import mismatch_metrics
-from lqrl.data import Arithmetic, Countdown
 from lqrl.engines import EngineSpec, TorchEngineFactory
+from lqrl.learner.kv_scales import calibrate_kv_
 from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
 from lqrl.quant import QuantScheme, export_weights, prepare_
+from lqrl.quant.kv import kv_rounding, prepare_kv_
 from lqrl.rollouts import pad_rollouts
-from lqrl.types import Prompt, SamplingParams
+from lqrl.types import RolloutBatch, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -45,70 +49,84 @@ CASES = (
 )
 
 
-def make_prompts(tokenizer, count: int) -> list[Prompt]:
-    """Chat prompts where the model chats, countdown problems where it does not."""
-    if tokenizer.chat_template:
-        task = Arithmetic(digits=2, size=count)
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": task[i]["prompt"]}], tokenize=False, add_generation_prompt=True
-            )
-            for i in range(count)
-        ]
-    else:
-        texts = [Countdown(size=count)[i]["prompt"] for i in range(count)]
-    return [Prompt(i, tuple(tokenizer(t)["input_ids"]), t) for i, t in enumerate(texts)]
+@torch.no_grad()
+def sample(
+    name: str, scheme: QuantScheme, dtype: torch.dtype, device: torch.device, args: argparse.Namespace
+) -> tuple[PreTrainedModel, RolloutBatch]:
+    """A policy, not aligned yet, and what an engine of ``scheme`` samples with its weights."""
+    tokenizer = load_tokenizer(name)
+    policy = load_model(resolve_source(name), dtype=dtype).to(device).eval()
+    prompts = make_prompts(tokenizer, args.prompts)
+    prepare_kv_(policy, scheme)
+    if scheme.kv_cache is not None and not scheme.kv_cache.dynamic:
+        longest = max(len(p.input_ids) for p in prompts)
+        ids = torch.tensor([[*p.input_ids, *[0] * (longest - len(p.input_ids))] for p in prompts], device=device)
+        mask = torch.arange(longest)[None] < torch.tensor([len(p.input_ids) for p in prompts])[:, None]
+        calibrate_kv_(policy, ids, mask.to(device), token_budget=8192)
+    limit = policy.config.max_position_embeddings
+    spec = EngineSpec(policy.config, scheme, dtype, device, limit, (tokenizer.eos_token_id,))
+    engine = TorchEngineFactory(max_num_seqs=64)(spec)
+    engine.update_weights(export_weights(policy, scheme, export_dtype=dtype), policy_version=0)
+    params = SamplingParams(n=args.samples, max_tokens=args.tokens, ignore_eos=args.ignore_eos)
+    groups = engine.generate(prompts, params, seed=0)
+    zeros = torch.zeros(sum(map(len, groups)))
+    batch = pad_rollouts(
+        prompts, groups, rewards=zeros, reward_terms=zeros[:, None], accuracy=zeros, term_names=("r",), pad_token_id=0
+    )
+    return policy, batch.to(device)
 
 
 @torch.no_grad()
-def measure(name: str, case: Case, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> dict:
-    """Sample with the engine, score with the learner."""
-    tokenizer, scheme = load_tokenizer(name), QuantScheme.preset(case.engine)
-    policy = load_model(resolve_source(name), dtype=dtype).to(device).eval()
-    eos = tokenizer.eos_token_id
-    spec = EngineSpec(policy.config, scheme, dtype, device, policy.config.max_position_embeddings, (eos,))
-    engine = TorchEngineFactory(max_num_seqs=64)(spec)
-    engine.update_weights(export_weights(policy, scheme, export_dtype=dtype), policy_version=0)
-    prompts = make_prompts(tokenizer, args.prompts)
-    params = SamplingParams(n=args.samples, max_tokens=args.tokens, ignore_eos=args.ignore_eos)
-    groups = engine.generate(prompts, params, seed=0)
-    rows = sum(map(len, groups))
-    zeros = torch.zeros(rows)
-    batch = pad_rollouts(
-        prompts, groups, rewards=zeros, reward_terms=zeros[:, None], accuracy=zeros, term_names=("r",), pad_token_id=0
-    ).to(device)
-    if case.aligned:
-        prepare_(policy, scheme, export_dtype=dtype)
-    scored = Scorer(policy, 1.0, dtype).score(batch.input_ids, batch.attention_mask)
-    mask = batch.completion_mask
-    gap = (scored - batch.rollout_logprobs)[mask].abs()
+def gap(policy: PreTrainedModel, scheme: QuantScheme | None, dtype: torch.dtype, batch: RolloutBatch) -> dict:
+    """The learner's log-probs of sampled tokens against the engine's; ``scheme`` rounds the learner's cache."""
+    kv = None if scheme is None else kv_rounding(policy, scheme)
+    scored = Scorer(policy, 1.0, dtype, kv).score(batch.input_ids, batch.attention_mask)
+    mask: Tensor = batch.completion_mask
+    difference = (scored - batch.rollout_logprobs)[mask].abs()
     metrics = {k: float(v.value) for k, v in mismatch_metrics(scored, batch.rollout_logprobs, mask).items()}
     return {
-        "model": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "engine": case.engine,
-        "learner": case.learner,
         "tokens": int(mask.sum()),
-        "equal": float((gap == 0).float().mean()),
+        "equal": float((difference == 0).float().mean()),
         "k3": metrics["mismatch/k3"],
-        "mean_abs": float(gap.mean()),
-        "max_abs": float(gap.max()),
+        "mean_abs": float(difference.mean()),
+        "max_abs": float(difference.max()),
         "ratio_mean": metrics["mismatch/ratio_mean"],
         "ess": metrics["mismatch/ess"],
     }
 
 
-def main() -> None:
-    """Print the table, one JSON line a row with ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(name: str, case: Case, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> dict:
+    """Sample with the engine, score with the learner."""
+    scheme = QuantScheme.preset(case.engine)
+    policy, batch = sample(name, scheme, dtype, device, args)
+    if case.aligned:
+        prepare_(policy, scheme, export_dtype=dtype)
+    row = gap(policy, scheme if case.aligned else None, dtype, batch)
+    return {
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "engine": case.engine,
+        "learner": case.learner,
+        **row,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is sampled, and where."""
     parser.add_argument("--model", default="asset:countdown_policy")
-    parser.add_argument("--dtype", default="float32", help="one or several, separated by commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+
+
+def main() -> None:
+    """Print the table, one JSON line a row with ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", help="one or several, separated by commas")
+    add_arguments(parser)
     args = parser.parse_args()
     print(f"{args.model}, {args.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'dtype':9} {'engine':17} {'learner':12} {'tokens':>7} {'equal':>7} {'k3':>9}", end=" ")
