@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lqrl.quant.codes import CodeModule
+from lqrl.quant.low_rank import Factor, low_rank
 from lqrl.quant.methods.base import LinearMethod, Operands
 from lqrl.quant.numerics import shared_amax
 
@@ -33,8 +34,12 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    """Another value once ``weights`` may have changed: their versions and addresses, and the optimizer steps so far."""
-    return (*(w._version for w in weights), *(w.data_ptr() for w in weights), _optimizer_steps)
+    """Another value once ``weights`` may have changed: their versions and addresses, and the optimizer steps so far.
+
+    Steps do not count for frozen weights, whose codes are made once.
+    """
+    steps = _optimizer_steps if any(w.requires_grad for w in weights) else 0
+    return (*(w._version for w in weights), *(w.data_ptr() for w in weights), steps)
 
 
 @dataclass(frozen=True)
@@ -140,13 +145,13 @@ class AlignedLinear(nn.Linear):
         self.invalidate()
 
     def _key(self) -> tuple[int, ...]:
-        return weight_key([layer.weight for layer in self._siblings or (self,)])
+        return weight_key([source for layer in self._siblings or (self,) for source in layer.sources()])
 
     def _quantized(self) -> Quantized:
         key = self._key()
         if self._cache is None or self._cache.key != key:
             with torch.no_grad():
-                tensors = self.method.quantize(self.exported(self.weight), self._shared_amax(key))
+                tensors = self.method.quantize(self.exported_weight(), self._shared_amax(key))
                 # Fresh tensors each time: a consumer of the last export may still hold the old ones.
                 operands = self.method.operands(tensors, self.export_dtype)
                 self._cache = Quantized(key, self.method, tensors, operands)
@@ -154,14 +159,18 @@ class AlignedLinear(nn.Linear):
 
     def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
         if self._siblings and (self._amax is None or self._amax[0] != key):
-            amax = shared_amax([self.exported(sibling.weight) for sibling in self._siblings])
+            amax = shared_amax([sibling.exported_weight() for sibling in self._siblings])
             for sibling in self._siblings:
                 sibling._amax = (key, amax)
         return None if self._amax is None else self._amax[1]
 
-    def exported(self, weight: Tensor) -> Tensor:
-        """``weight`` as it is exported, before it is quantized."""
-        return weight.detach().to(self.export_dtype)
+    def sources(self) -> tuple[Tensor, ...]:
+        """The parameters that decide the codes."""
+        return (self.weight,)
+
+    def exported_weight(self) -> Tensor:
+        """The weight as it is exported, before it is quantized."""
+        return self.weight.detach().to(self.export_dtype)
 
     def quantized_weight(self) -> dict[str, Tensor]:
         """What the forward uses now, by the names it is shipped under; these very tensors are exported."""
@@ -203,7 +212,7 @@ class QuantizedLinear(CodeModule):
     Buffers: the tensors that the method ships, under their names (``weight`` and ``weight_scale`` for int8), ``bias``
     ``[N]`` in the layer's dtype or none, and, not persistent, ``operand_<i>``: what the kernel reads and the shipped
     tensors are not. It starts with the replaced layer's own weight quantized. After writing a shipped tensor call
-    `pack`; ``load_state_dict`` does it.
+    `pack`; ``load_state_dict`` does it. `add_low_rank` adds ``lora_A.weight`` and ``lora_B.weight``.
 
     Args:
         linear: the layer to replace; on the meta device the buffers are meta too.
@@ -223,6 +232,16 @@ class QuantizedLinear(CodeModule):
         with torch.no_grad():
             self._hold(method.quantize(linear.weight.detach(), amax))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+        self.lora_A: Factor | None = None
+        self.lora_B: Factor | None = None
+        self.scaling = 1.0
+
+    def add_low_rank(self, rank: int, scaling: float) -> None:
+        """Add an adapter beside the codes, in the compute dtype; it is zero until it is loaded."""
+        like = torch.empty(0, dtype=self.compute_dtype, device=self.get_buffer(self.shipped_names[0]).device)
+        self.lora_A = Factor(rank, self.in_features, like)
+        self.lora_B = Factor(self.out_features, rank, like)
+        self.scaling = scaling
 
     def _matrices(self) -> dict[str, list[dict[str, Tensor]]]:
         return {"operand": [self.shipped()]}
@@ -234,7 +253,10 @@ class QuantizedLinear(CodeModule):
         Raises:
             RuntimeError: when the codes were written and `pack` was not called, or hold nothing yet.
         """
-        return self.method.linear(input, self._ready()["operand"][0], self.bias)
+        y = self.method.linear(input, self._ready()["operand"][0], self.bias)
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        return low_rank(y, input, self.lora_A.weight.to(y.dtype), self.lora_B.weight.to(y.dtype), self.scaling)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
