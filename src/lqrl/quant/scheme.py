@@ -179,7 +179,8 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
 
     Targets are ``nn.Linear`` and what has replaced one, except the output head (unless ``scheme.lm_head``), routers
     and gates of experts (a last name of ``gate``, ``router`` or ``shared_expert_gate``, or anything inside a
-    ``router``) and ``scheme.skip``. Embeddings and norms are no linear layers. Expert weights kept as stacked
+    ``router``) and ``scheme.skip``. Embeddings and norms are no linear layers, and adapters (``lora_A``, ``lora_B``) are
+    never quantized; a layer that peft has wrapped goes by the name it had. Expert weights kept as stacked
     parameters are not found.
 
     Raises:
@@ -190,8 +191,11 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
         return []
     head = model.get_output_embeddings() if isinstance(model, _HasOutputEmbeddings) else None
     candidates = []
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
+        name = path.removesuffix(".base_layer")  # where peft keeps a layer that it wraps
         parts = name.split(".")
+        if any(part.startswith("lora_") for part in parts):
+            continue
         if not isinstance(module, (nn.Linear, LowBitLinear)):
             continue
         wanted = scheme.lm_head if module is head else parts[-1] not in _NEVER and "router" not in parts
