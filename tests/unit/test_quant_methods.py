@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from lqrl.quant.scheme import PRESETS, TensorFormat
 from lqrl.testing.models import tiny_config
 from lqrl.types import Prompt, SamplingParams
 
-FORMATS = sorted(name for name, scheme in PRESETS.items() if scheme.quantizes)
+MISSING = set() if find_spec("bitsandbytes") else {"nf4"}
+FORMATS = sorted(name for name, scheme in PRESETS.items() if scheme.quantizes and name not in MISSING)
 WEIGHT_ONLY = [name for name in FORMATS if PRESETS[name].activation is None]
 DTYPES = [torch.float32, torch.bfloat16]
 N, K = 48, 256

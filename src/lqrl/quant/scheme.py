@@ -27,7 +27,7 @@ class TensorFormat:
         ValueError: when ``group_size`` is set without ``granularity: group``, or the reverse.
     """
 
-    dtype: Literal["int8", "int4", "int3", "fp8_e4m3", "fp4_e2m1"]
+    dtype: Literal["int8", "int4", "int3", "fp8_e4m3", "fp4_e2m1", "nf4"]
     granularity: Literal["tensor", "channel", "token", "token_head", "group", "block"]
     dynamic: bool = False
     symmetric: bool = True
@@ -141,6 +141,7 @@ _FORMATS: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
     "nvfp4_w4a4": (_NVFP4, replace(_NVFP4, dynamic=True)),
     "mxfp4_w4a16": (TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0"), None),
     "mxfp8": (_MXFP8, replace(_MXFP8, dynamic=True)),
+    "nf4": (TensorFormat("nf4", "group", group_size=64), None),
     # Stress formats: harsher than anything that is served, for experiments with corrections.
     "int3_w3a16_g32": (TensorFormat("int3", "group", group_size=32), None),
     "int4_w4a4": (TensorFormat("int4", "channel"), TensorFormat("int4", "token", dynamic=True)),

@@ -8,6 +8,7 @@ from lqrl.quant.methods.base import LinearMethod
 from lqrl.quant.methods.fp8 import Fp8Block, Fp8Channel, Fp8Tensor
 from lqrl.quant.methods.integer import IntegerGemm
 from lqrl.quant.methods.microscaling import Mxfp8, Nvfp4
+from lqrl.quant.methods.nf4 import NF4_BLOCK, Nf4
 from lqrl.quant.methods.weight_only import Int4Group, IntegerChannel, Mxfp4WeightOnly, Nvfp4WeightOnly
 from lqrl.quant.scheme import QuantScheme, TensorFormat
 
@@ -32,6 +33,7 @@ METHODS: dict[tuple[TensorFormat | None, TensorFormat | None], LinearMethod] = {
     (_NVFP4, replace(_NVFP4, dynamic=True)): Nvfp4(),
     (TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0"), None): Mxfp4WeightOnly(),
     (_MXFP8, replace(_MXFP8, dynamic=True)): Mxfp8(),
+    (TensorFormat("nf4", "group", group_size=NF4_BLOCK), None): Nf4(),
 }
 
 

@@ -1,0 +1,68 @@
+"""nf4: four-bit codes at the quantiles of a normal distribution (QLoRA, arXiv 2305.14314), as bitsandbytes has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lqrl.quant.methods.weight_only import WeightOnly
+
+NF4_BLOCK = 64
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What the codes 0 to 15 stand for."""
+
+
+@dataclass(frozen=True)
+class Nf4(WeightOnly):
+    """Blocks of 64 along the input, each with the fp32 magnitude of its largest weight; no double quantization.
+
+    bitsandbytes chooses the codes; reading them back needs a table only. Edges: a zero block has scale 0 and is zero;
+    one with NaN or inf has scale NaN.
+    """
+
+    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        """``weight_packed`` uint8 ``[N, K / 2]``, the first of a pair in the high bits; ``weight_scale`` fp32.
+
+        Raises:
+            ModuleNotFoundError: without bitsandbytes.
+            ValueError: when 64 does not divide ``K``: a block would hold weights of two rows.
+        """
+        rows, columns = weight.shape
+        if columns % NF4_BLOCK:
+            raise ValueError(f"nf4 needs a multiple of {NF4_BLOCK} inputs, got {columns}")
+        if weight.is_meta:
+            packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+            scale = torch.empty(rows, columns // NF4_BLOCK, dtype=torch.float32, device=weight.device)
+            return {"weight_packed": packed, "weight_scale": scale}
+        packed, state = _quantize_4bit()(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+        scale = state.absmax.float().view(rows, -1)
+        largest = weight.view(rows, -1, NF4_BLOCK).float().abs().amax(-1)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        return {"weight_packed": packed.view(rows, -1), "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``level * scale`` in fp32, rounded once: the bits of bitsandbytes."""
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=packed.device)
+        codes = torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+        values = levels[codes.int()].unflatten(-1, (-1, NF4_BLOCK))
+        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@cache
+def _quantize_4bit() -> Callable[..., tuple[Tensor, Any]]:
+    try:
+        from bitsandbytes.functional import quantize_4bit
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("nf4 needs bitsandbytes: pip install 'lqrl[bnb]'") from error
+    return quantize_4bit
