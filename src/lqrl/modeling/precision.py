@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant.experts import AlignedExperts
 from lqrl.quant.linear import AlignedLinear
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +28,7 @@ def cast_parameters(policy: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     A forward pass on these computes with what is exported, not with the masters. Tied parameters come under each of
     their names, as one tensor.
     """
-    aligned = tuple(f"{n}." for n, m in policy.named_modules() if isinstance(m, AlignedLinear))
+    aligned = tuple(f"{n}." for n, m in policy.named_modules() if isinstance(m, (AlignedLinear, AlignedExperts)))
     done: dict[int, Tensor] = {}
     cast: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant.codes import CodeModule
+from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, shipped_experts
 from lqrl.quant.kv import SCALE_NAMES, kv_method
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.methods import LinearMethod, linear_method
@@ -32,7 +34,7 @@ def sibling_groups(names: Sequence[str]) -> list[list[str]]:
 def prepare_(
     model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype, backward: BackwardMode = "high_precision"
 ) -> list[str]:
-    """Swap the learner's target layers for `AlignedLinear`, in place; parameters and their names stay.
+    """Swap the learner's target layers for `AlignedLinear` and `AlignedExperts`, in place; parameters keep their names.
 
     Args:
         model: the learner.
@@ -51,18 +53,23 @@ def prepare_(
         return targets
     method = linear_method(scheme)
     _check_shapes(model, targets, method, scheme)
-    layers = {name: AlignedLinear(_plain_linear(model, name), method, export_dtype, backward) for name in targets}
-    for name, layer in layers.items():
-        _replace(model, name, layer)
+    layers: dict[str, AlignedLinear] = {}
+    for name in targets:
+        module = _unswapped(model, name)
+        if isinstance(module, nn.Linear):
+            layers[name] = AlignedLinear(module, method, export_dtype, backward)
+            _replace(model, name, layers[name])
+        else:
+            _replace(model, name, AlignedExperts(module, method, export_dtype, backward))
     if method.shares_amax:
-        for group in sibling_groups(targets):
+        for group in sibling_groups(list(layers)):
             for name in group:
                 layers[name].share_scale([layers[sibling] for sibling in group])
     return targets
 
 
 def convert_(model: nn.Module, scheme: QuantScheme) -> list[str]:
-    """Swap the engine's target layers for `QuantizedLinear`, in place.
+    """Swap the engine's target layers for `QuantizedLinear` and `QuantizedExperts`, in place.
 
     The layers hold the model's own weights, quantized, until others are loaded. A model on the meta device is
     converted without memory; follow with ``to_empty``.
@@ -80,10 +87,14 @@ def convert_(model: nn.Module, scheme: QuantScheme) -> list[str]:
     method = linear_method(scheme)
     _check_shapes(model, targets, method, scheme)
     for group in sibling_groups(targets):
-        linears = [_plain_linear(model, name) for name in group]
-        amax = shared_amax([linear.weight.detach() for linear in linears]) if method.shares_amax else None
-        for name, linear in zip(group, linears, strict=True):
+        modules = {name: _unswapped(model, name) for name in group}
+        linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+        shares = method.shares_amax and linears
+        amax = shared_amax([linear.weight.detach() for linear in linears.values()]) if shares else None
+        for name, linear in linears.items():
             _replace(model, name, QuantizedLinear(linear, method, amax))
+        for name in modules.keys() - linears.keys():
+            _replace(model, name, QuantizedExperts(modules[name], method))
     return targets
 
 
@@ -95,7 +106,11 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
     """
     seen: set[int] = set()
     for name in targets:
-        width = _plain_linear(model, name).in_features
+        module = _unswapped(model, name)
+        if not isinstance(module, nn.Linear):
+            check_experts(name, module, method)
+            continue
+        width = module.in_features
         if width not in seen:
             seen.add(width)
             try:
@@ -108,16 +123,17 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
 
 
 def pack_(model: nn.Module) -> int:
-    """Call `QuantizedLinear.pack` on every layer that has it, after a refresh wrote the codes; returns how many."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    """Call `CodeModule.pack` on every layer that has it, after a refresh wrote the codes; returns how many."""
+    layers = [module for module in model.modules() if isinstance(module, CodeModule)]
     for layer in layers:
         layer.pack()
     return len(layers)
 
 
-def _plain_linear(model: nn.Module, name: str) -> nn.Linear:
+def _unswapped(model: nn.Module, name: str) -> nn.Module:
+    """The linear layer or stacked experts of that name."""
     module = model.get_submodule(name)
-    if isinstance(module, (AlignedLinear, LowBitLinear)) or not isinstance(module, nn.Linear):
+    if isinstance(module, (AlignedLinear, AlignedExperts, LowBitLinear)):
         raise ValueError(
             f"{name} is already a {type(module).__name__}: prepare_ and convert_ take an unswapped model, once"
         )
@@ -169,6 +185,10 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
             if module.bias is not None:
                 yield f"{dot}bias", _exported(f"{dot}bias", module.bias, export_dtype)
             continue
+        if method is not None and prefix in siblings:
+            for name, tensor in _quantized_experts(prefix, module, method, export_dtype).items():
+                yield f"{dot}{name}", _finite(f"{dot}{name}", tensor, whole_scale(name, tensor))
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
             if key in done:
@@ -206,6 +226,19 @@ def _quantized(
             f"({export_dtype}); pass prepare_ and export_weights the same scheme and dtype"
         )
     return linear.quantized_weight()
+
+
+def _quantized_experts(
+    name: str, experts: nn.Module, method: LinearMethod, export_dtype: torch.dtype
+) -> dict[str, Tensor]:
+    if not isinstance(experts, AlignedExperts):
+        return shipped_experts(experts, method, export_dtype)
+    if experts.export_dtype != export_dtype or experts.method != method:
+        raise ValueError(
+            f"{name} was prepared for another format or export dtype ({experts.export_dtype}) than is exported "
+            f"({export_dtype}); pass prepare_ and export_weights the same scheme and dtype"
+        )
+    return experts.quantized_weights()
 
 
 def _exported(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

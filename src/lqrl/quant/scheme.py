@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
+from lqrl.quant.moe import check_layout, check_routers, holds_stacked_weights
+
 
 @dataclass(frozen=True)
 class TensorFormat:
@@ -163,7 +165,7 @@ ADDITIONS: dict[str, dict[str, Any]] = {
 
 
 class LowBitLinear(nn.Module):
-    """Base of the modules that stand where an ``nn.Linear`` was and are not one; `target_modules` finds them."""
+    """Base of what stands where an ``nn.Linear`` or stacked experts were and is neither; `target_modules` finds it."""
 
 
 @runtime_checkable
@@ -180,13 +182,13 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
 
     Targets are ``nn.Linear`` and what has replaced one, except the output head (unless ``scheme.lm_head``), routers
     and gates of experts (a last name of ``gate``, ``router`` or ``shared_expert_gate``, or anything inside a
-    ``router``) and ``scheme.skip``. Embeddings and norms are no linear layers, and adapters (``lora_A``, ``lora_B``) are
-    never quantized; a layer that peft has wrapped goes by the name it had. Expert weights kept as stacked
-    parameters are not found.
+    ``router``) and ``scheme.skip``. Embeddings and norms are no linear layers, adapters (``lora_A``, ``lora_B``) are
+    never quantized; a layer that peft has wrapped goes by the name it had. Routed experts that are kept as stacked
+    parameters are found as one module, ``mlp.experts``.
 
     Raises:
-        ValueError: when a quantizing scheme matches no layer, a skip pattern matches none, or ``scheme.lm_head`` finds
-            no output head.
+        ValueError: when a quantizing scheme matches no layer, a skip pattern matches none, ``scheme.lm_head`` finds
+            no output head, a target looks like a router, or experts are stacked in a layout that is not supported.
     """
     if not scheme.quantizes:
         return []
@@ -197,7 +199,7 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
         parts = name.split(".")
         if any(part.startswith("lora_") for part in parts):
             continue
-        if not isinstance(module, (nn.Linear, LowBitLinear)):
+        if not isinstance(module, (nn.Linear, LowBitLinear)) and not holds_stacked_weights(module):
             continue
         wanted = scheme.lm_head if module is head else parts[-1] not in _NEVER and "router" not in parts
         if wanted:
@@ -216,4 +218,9 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
             f"scheme {scheme.name!r} matches no nn.Linear in {type(model).__name__}; loosen skip={list(scheme.skip)} "
             f"or use the scheme 'none'"
         )
+    modules = {path.removesuffix(".base_layer"): module for path, module in model.named_modules()}
+    for name in targets:
+        if holds_stacked_weights(modules[name]):
+            check_layout(name, modules[name])
+    check_routers(targets, modules)
     return targets

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_INITIALIZER_RANGE = 0.15  # far from uniform: a mistake must show in the log-probs
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma")
 
 
@@ -37,5 +38,29 @@ def tiny_config(family: str, *, vocab_size: int = 64, layers: int = 2) -> Pretra
         bos_token_id=1,
         eos_token_id=2,
     )
-    config.initializer_range = 0.15  # far from uniform: a mistake must show in the log-probs
+    config.initializer_range = _INITIALIZER_RANGE
+    return config
+
+
+def tiny_moe_config(*, vocab_size: int = 64, layers: int = 2, experts: int = 4, active: int = 2) -> PretrainedConfig:
+    """A Qwen3-MoE of hidden size 128 whose experts have 128 inner units, so that every format can hold it."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_experts=experts,
+        num_experts_per_tok=active,
+        norm_topk_prob=True,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config.initializer_range = _INITIALIZER_RANGE
     return config
