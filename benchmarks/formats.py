@@ -17,16 +17,15 @@ import json
 import math
 
 import torch
-from mismatch import add_arguments, gap, sample
+from mismatch import add_arguments, folded, gap, sample
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from lqrl.learner.scorer import Scorer
-from lqrl.modeling.backbone import hidden_states, load_model, pack
+from lqrl.modeling.backbone import hidden_states, pack
 from lqrl.modeling.head import output_head
 from lqrl.modeling.precision import parse_dtype
-from lqrl.modeling.sources import resolve_source
 from lqrl.quant import AlignedLinear, QuantScheme, prepare_, target_modules
 from lqrl.quant.kv import kv_rounding
 from lqrl.quant.scheme import PRESETS
@@ -68,11 +67,13 @@ def log_probs(policy: PreTrainedModel, scheme: QuantScheme | None, batch: Rollou
     return torch.log_softmax(logits, -1)
 
 
-def codes_changed(name: str, scheme: QuantScheme, dtype: torch.dtype, batch: RolloutBatch) -> list[float]:
+def codes_changed(
+    name: str, scheme: QuantScheme, dtype: torch.dtype, batch: RolloutBatch, args: argparse.Namespace
+) -> list[float]:
     """Share of code bytes that one AdamW step changes, for each rate."""
     changed = []
     for rate in RATES:
-        policy = load_model(resolve_source(name), dtype=torch.float32, device=batch.input_ids.device)
+        policy = folded(name, torch.float32, batch.input_ids.device, args)
         prepare_(policy, scheme, export_dtype=dtype)
         layers = aligned_layers(policy, scheme)
         before = {n: layer.quantized_weight() for n, layer in layers.items()}
@@ -103,7 +104,7 @@ def measure(name: str, preset: str, dtype: torch.dtype, args: argparse.Namespace
     quantized = log_probs(policy, scheme, batch)
     row["kl"] = float((expected.exp() * (expected - quantized)).sum(-1).mean())
     if scheme.quantizes and not args.no_step:
-        row["codes_changed"] = codes_changed(name, scheme, dtype, batch)
+        row["codes_changed"] = codes_changed(name, scheme, dtype, batch, args)
     return row
 
 
@@ -127,7 +128,9 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     logging.disable_progress_bar()
-    print(f"{args.model}, {args.device}, {args.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"{args.model}, {args.device}, {args.dtype}, transform {args.transform}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
     print(
         f"{'format':31} {'bits':>5} {'SQNR':>6} {'KL':>9} {'k3':>9} {'aligned':>9} {'max':>8} {'aligned':>8}", end=" "
     )

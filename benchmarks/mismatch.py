@@ -26,7 +26,15 @@ from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
-from lqrl.quant import QuantScheme, export_weights, prepare_
+from lqrl.quant import (
+    HadamardRotation,
+    QuantScheme,
+    SmoothQuant,
+    UpdateAwareScaling,
+    export_weights,
+    fold_all_,
+    prepare_,
+)
 from lqrl.quant.kv import kv_rounding, prepare_kv_
 from lqrl.rollouts import pad_rollouts
 from lqrl.types import RolloutBatch, SamplingParams
@@ -41,6 +49,12 @@ class Case:
     aligned: bool
 
 
+TRANSFORMS = {
+    "none": (),
+    "uaq": (UpdateAwareScaling(),),
+    "smooth": (SmoothQuant(),),
+    "hadamard": (HadamardRotation(),),
+}
 CASES = (
     Case("none", "the same", False),
     Case("int8_w8a8", "not aligned", False),
@@ -49,13 +63,22 @@ CASES = (
 )
 
 
+def folded(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> PreTrainedModel:
+    """The policy, with the invariant transform of ``args``."""
+    policy = load_model(resolve_source(name), dtype=torch.float32, device=device)
+    fold_all_(policy, TRANSFORMS[args.transform])
+    for parameter in policy.parameters():  # not policy.to(dtype), which would round the rotary frequencies too
+        parameter.data = parameter.data.to(dtype)
+    return policy
+
+
 @torch.no_grad()
 def sample(
     name: str, scheme: QuantScheme, dtype: torch.dtype, device: torch.device, args: argparse.Namespace
 ) -> tuple[PreTrainedModel, RolloutBatch]:
     """A policy, not aligned yet, and what an engine of ``scheme`` samples with its weights."""
     tokenizer = load_tokenizer(name)
-    policy = load_model(resolve_source(name), dtype=dtype).to(device).eval()
+    policy = folded(name, dtype, device, args).eval()
     prompts = make_prompts(tokenizer, args.prompts)
     prepare_kv_(policy, scheme)
     if scheme.kv_cache is not None and not scheme.kv_cache.dynamic:
@@ -115,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that say what is sampled, and where."""
     parser.add_argument("--model", default="asset:countdown_policy")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--transform", default="none", choices=list(TRANSFORMS), help="folded in before all else")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
