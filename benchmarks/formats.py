@@ -128,9 +128,7 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     logging.disable_progress_bar()
-    print(
-        f"{args.model}, {args.device}, {args.dtype}, transform {args.transform}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
+    print(f"{args.model}, {args.device}, {args.dtype}, transform {args.transform}, torch {torch.__version__}")
     print(
         f"{'format':31} {'bits':>5} {'SQNR':>6} {'KL':>9} {'k3':>9} {'aligned':>9} {'max':>8} {'aligned':>8}", end=" "
     )
