@@ -129,9 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
     print(f"{args.model}, {args.device}, {args.dtype}, transform {args.transform}, torch {torch.__version__}")
-    print(
-        f"{'format':31} {'bits':>5} {'SQNR':>6} {'KL':>9} {'k3':>9} {'aligned':>9} {'max':>8} {'aligned':>8}", end=" "
-    )
+    print(f"{'format':31} {'bits':>5} {'SQNR':>6} {'KL':>9} {'k3':>9} {'aligned':>9} {'max':>8}", end=" ")
     print(f"{'aligned':>8} {'equal':>6} " + " ".join(f"{f'lr {rate:.0e}':>8}" for rate in RATES))
     for preset in args.formats:
         try:
