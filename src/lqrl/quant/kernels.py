@@ -3,7 +3,8 @@
 Every backend returns the same bits for the same input, so learner and engine may differ in backend, batch and tiling:
 
 * `native` (CPU): our C kernel, quantization, GEMM (AMX, AVX512-VNNI, AVX2 or plain C), epilogue and bias in one call;
-* `torch` (CUDA; CPUs with VNNI and no C compiler): `torch._int_mm` between tensor operations;
+* `torch` (CUDA; CPUs with VNNI and no C compiler): `torch._int_mm` between tensor operations; on NVIDIA GPUs Triton
+  kernels quantize and scale, and multiply where that is faster (`triton_int8.TILES`);
 * `float` (anywhere): fp32 GEMMs over integer codes, exact because every partial sum stays within 2**24.
 
 One backend is chosen per device type at first use, whatever the shape; the environment variable `LQRL_INT8_BACKEND`
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lqrl.quant import native
-from lqrl.quant.numerics import quantize_int8_token
+from lqrl.quant.rows import quantize_int8_token
+from lqrl.quant.triton_use import use_triton
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,21 @@ class TorchBackend(Int8Backend):
             x_codes = F.pad(x_codes, (0, -k % 8, 0, rows - m))
         product = torch._int_mm(x_codes.contiguous(), packed.t())  # pyright: ignore[reportPrivateImportUsage]
         return product[:m, :n]
+
+    @torch.no_grad()
+    def linear(self, x: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        """As the base class, through Triton kernels where the GPU has them."""
+        if not use_triton(x):
+            return super().linear(x, packed, weight_scale, bias)
+        from lqrl.quant import triton_int8
+
+        (m, k), n = x.shape, weight_scale.shape[0]
+        _check_packed(packed, (n + -n % 8, k + -k % 8))
+        codes, token_scale = quantize_int8_token(x)
+        tile = triton_int8.tile_for(m, n, k)
+        if tile is None:
+            return triton_int8.epilogue(self.mm(codes, packed, n), weight_scale, token_scale, bias, x.dtype)
+        return triton_int8.gemm(codes, packed, weight_scale, token_scale, bias, x.dtype, tile)
 
 
 class NativeBackend(Int8Backend):

@@ -15,6 +15,8 @@ from lqrl.quant.numerics import (
     dequantize,
     dequantize_fp8_block,
     dequantize_fp8_group,
+)
+from lqrl.quant.rows import (
     quantize_fp8_block,
     quantize_fp8_channel,
     quantize_fp8_group,

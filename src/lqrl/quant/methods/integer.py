@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lqrl.quant import kernels
 from lqrl.quant.methods.base import LinearMethod, Operands
-from lqrl.quant.numerics import dequantize, quantize_int8_channel, quantize_int8_token
-from lqrl.quant.numerics.int8 import INT8_MAX
+from lqrl.quant.numerics import INT8_MAX, dequantize
+from lqrl.quant.rows import quantize_int8_channel, quantize_int8_token
 
 
 @dataclass(frozen=True)

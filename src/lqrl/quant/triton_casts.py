@@ -1,0 +1,86 @@
+"""Conversions inside Triton kernels whose bits are those of torch's casts.
+
+The compiler's own casts round to nearest even, as torch does. Triton's interpreter does not, so there the same rounding
+is done on bits; kernels can be checked without a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+EMULATED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def from_bf16(bits: tl.tensor) -> tl.tensor:
+    """fp32 values of bf16 bit patterns (int16)."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x: tl.tensor) -> tl.tensor:
+    """bf16 nearest to an fp32 value, ties to even."""
+    if EMULATED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def rounded_to_bf16(x: tl.tensor) -> tl.tensor:
+    """The fp32 value of `to_bf16`."""
+    return from_bf16(to_bf16(x).to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def to_e4m3(x: tl.tensor) -> tl.tensor:
+    """Bits (uint8) of the e4m3 nearest to an fp32 value, ties to even, saturating at 448; not for NaN."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if EMULATED:
+        # The step of a magnitude in [2**e, 2**(e + 1)) is 2**(e - 3), e at least -6: adding 2**(e + 20) rounds to it.
+        magnitude = tl.abs(x)
+        power = (tl.maximum(magnitude, 0.015625).to(tl.int32, bitcast=True) & 0x7F800000) + (20 << 23)
+        value = magnitude + power.to(tl.float32, bitcast=True) - power.to(tl.float32, bitcast=True)
+        normal = (value.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
+        code = tl.where(value < 0.015625, (value * 512.0).to(tl.int32), normal)
+        return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(bits: tl.tensor) -> tl.tensor:
+    """fp32 values of e4m3 bit patterns (uint8): the same fields in fp16 mean 2**-8 of the value, but for NaN."""
+    wide = bits.to(tl.uint16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def from_e2m1(codes: tl.tensor) -> tl.tensor:
+    """fp32 values of 4-bit codes (uint8): the same fields in fp16 mean 2**-14 of the value."""
+    wide = codes.to(tl.uint16)
+    half = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 16384.0
+
+
+@triton.jit
+def from_e8m0(byte: tl.tensor) -> tl.tensor:
+    """fp32 ``2**(byte - 127)``, NaN for 255."""
+    wide = byte.to(tl.int32)
+    bits = tl.where(wide == 0, 1 << 22, wide << 23)
+    return tl.where(wide == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def to_integer(x: tl.tensor) -> tl.tensor:
+    """int32 nearest to an fp32 value, ties to even, as int8 needs it: right for magnitudes below 2**22.
+
+    The sum rounds to whole numbers and keeps the integer in its low bits. Launch with ``enable_fp_fusion=False``: a
+    fused multiply-add would skip the rounding of ``x``.
+    """
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000

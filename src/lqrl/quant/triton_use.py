@@ -1,0 +1,54 @@
+"""Whether a tensor's work goes to this library's Triton kernels. The eager torch code is their oracle, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "LQRL_TRITON"
+TENSOR_CORES_INT8 = (8, 0)
+TENSOR_CORES_FP8 = (8, 9)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton can be imported and ``LQRL_TRITON`` is not 0; the answer is logged once."""
+    if os.environ.get(VARIABLE) == "0":
+        log.info("%s=0: low-bit kernels run as eager torch operations", VARIABLE)
+        return False
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError:
+        log.info("triton is not installed: low-bit kernels run as eager torch operations, with the same results")
+        return False
+    log.info("low-bit kernels run through triton %s", version)
+    return True
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def use_triton(tensor: Tensor, capability: tuple[int, int] = TENSOR_CORES_INT8) -> bool:
+    """Whether ``tensor`` is on an NVIDIA GPU of at least this compute capability and Triton is there."""
+    if not tensor.is_cuda or torch.version.cuda is None or not available():
+        return False
+    return _capability(tensor.get_device()) >= capability
+
+
+def tiles(length: int, size: int) -> int:
+    """How many tiles of ``size`` cover ``length``."""
+    return -(-length // size)
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two that is at least ``n``, 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
