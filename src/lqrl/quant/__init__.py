@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from lqrl.quant.adapters import add_adapters_, attach_adapters_, load_adapters_
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
+from lqrl.quant.lora import Lora
 from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
 from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
 from lqrl.quant.transforms import (
@@ -17,14 +19,18 @@ __all__ = [
     "AlignedLinear",
     "HadamardRotation",
     "InvariantTransform",
+    "Lora",
     "QuantScheme",
     "QuantizedLinear",
     "SmoothQuant",
     "TensorFormat",
     "UpdateAwareScaling",
+    "add_adapters_",
+    "attach_adapters_",
     "convert_",
     "export_weights",
     "fold_all_",
+    "load_adapters_",
     "pack_",
     "prepare_",
     "target_modules",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,7 +12,8 @@ from lqrl.quant.codes import CodeModule
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, shipped_experts
 from lqrl.quant.kv import SCALE_NAMES, kv_method
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
-from lqrl.quant.methods import LinearMethod, linear_method
+from lqrl.quant.lora import AdaptedLinear, LoraLinear
+from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
 from lqrl.quant.numerics.finite import all_finite, whole_scale
 from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
@@ -150,7 +151,14 @@ class _HasInputEmbeddings(Protocol):
     def get_input_embeddings(self) -> nn.Module: ...
 
 
-def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def export_weights(
+    model: nn.Module,
+    scheme: QuantScheme,
+    *,
+    export_dtype: torch.dtype,
+    adapters: bool = False,
+    skip: Collection[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
     """Yield everything an engine of ``scheme`` loads, in module order, under the model's state-dict names.
 
     A quantized layer gives its method's tensors (``<name>.weight`` and ``<name>.weight_scale`` for int8 and fp8) and
@@ -161,10 +169,19 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
 
     The tensors may share memory with the model: consume them before it changes.
 
+    Args:
+        model: the learner's.
+        scheme: the format.
+        export_dtype: the engine's dtype.
+        adapters: give the base and the adapters apart (``<name>.lora_A.weight``), for an engine that was built with
+            them. Otherwise they are merged in fp32 and the names are those of the plain model.
+        skip: names to leave out.
+
     Raises:
         ValueError: naming the tensor that holds NaN or inf; or when the model was prepared with another dtype or
-            format, or is itself an engine's.
+            format, is itself an engine's, or holds adapters that cannot be exported so.
     """
+    _check_adapters(model)
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
     siblings = {name: group for group in sibling_groups(targets) for name in group}
@@ -178,16 +195,19 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
                 f"{prefix} holds low-bit codes: export_weights takes the learner's model, with master weights"
             )
         dot = f"{prefix}." if prefix else ""
-        if method is not None and prefix in siblings and isinstance(module, nn.Linear):
-            group = [model.get_submodule(name) for name in siblings[prefix]]
-            for name, tensor in _quantized(prefix, module, group, method, export_dtype).items():
-                yield f"{dot}{name}", _finite(f"{dot}weight", tensor, whole_scale(name, tensor))
-            if module.bias is not None:
-                yield f"{dot}bias", _exported(f"{dot}bias", module.bias, export_dtype)
+        if ".lora_" in prefix:
+            continue  # sent with its layer
+        if isinstance(module, LoraLinear) or (prefix in siblings and isinstance(module, nn.Linear)):
+            group = [model.get_submodule(name) for name in siblings.get(prefix, ())]
+            for name, tensor in _linear(prefix, module, group, method, export_dtype, adapters):
+                if f"{dot}{name}" not in skip:
+                    blamed = "weight" if name.startswith("weight") else name  # a bad scale is a bad weight
+                    yield f"{dot}{name}", _finite(f"{dot}{blamed}", tensor, whole_scale(name, tensor))
             continue
         if method is not None and prefix in siblings:
             for name, tensor in _quantized_experts(prefix, module, method, export_dtype).items():
-                yield f"{dot}{name}", _finite(f"{dot}{name}", tensor, whole_scale(name, tensor))
+                if f"{dot}{name}" not in skip:
+                    yield f"{dot}{name}", _finite(f"{dot}{name}", tensor, whole_scale(name, tensor))
             continue
         for name, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
@@ -195,7 +215,8 @@ def export_weights(model: nn.Module, scheme: QuantScheme, *, export_dtype: torch
                 continue
             done.add(key)
             full = tied_name.get(key, f"{dot}{name}")
-            yield full, _exported(full, parameter, export_dtype)
+            if full not in skip:
+                yield full, _exported(full, parameter, export_dtype)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
                 # Scales stay in fp32, like those of codes.
@@ -212,14 +233,55 @@ def _embedding_name(model: nn.Module) -> dict[int, str]:
     return {id(embedding.weight): f"{names[0]}.weight"} if isinstance(embedding, nn.Embedding) else {}
 
 
+def _check_adapters(model: nn.Module) -> None:
+    wrapped = [name for name, _ in model.named_modules() if name.endswith(".base_layer")]
+    if wrapped:
+        raise ValueError(
+            f"{wrapped[0].removesuffix('.base_layer')} is wrapped by peft, whose layers do not compute with the "
+            "engine's codes; load the plain model and give it adapters with lqrl.quant.add_adapters_"
+        )
+
+
+def _linear(
+    name: str,
+    linear: nn.Linear,
+    group: list[nn.Module],
+    method: LinearMethod | None,
+    export_dtype: torch.dtype,
+    adapters: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Codes of a target, or the full-precision weight of a layer with an adapter; bias; the adapter if it is apart."""
+    apart = isinstance(linear, AdaptedLinear)
+    if method is not None and group:
+        if apart and not adapters:
+            raise ValueError(
+                f"{name} holds its adapter beside the codes, and codes of the merged weight would be another function; "
+                "export with adapters=True, or in full precision"
+            )
+        yield from _quantized(name, linear, group, method, export_dtype).items()
+    elif isinstance(linear, LoraLinear):
+        weight = linear.weight.detach() if apart and adapters else linear.merged_weight()
+        yield "weight", weight.to(export_dtype)
+    if linear.bias is not None:
+        yield "bias", linear.bias.detach().to(export_dtype)
+    if isinstance(linear, AdaptedLinear) and adapters:
+        yield "lora_A.weight", linear.lora_A.weight.detach().to(export_dtype)
+        yield "lora_B.weight", linear.lora_B.weight.detach().to(export_dtype)
+
+
+def _exported_weight(linear: nn.Linear, export_dtype: torch.dtype) -> Tensor:
+    weight = linear.exported_weight() if isinstance(linear, AlignedLinear) else linear.weight
+    return weight.detach().to(export_dtype)
+
+
 def _quantized(
     name: str, linear: nn.Linear, group: list[nn.Module], method: LinearMethod, export_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    if not isinstance(linear, AlignedLinear):
+    if not isinstance(linear, AlignedLinear) or isinstance(linear.method, FullPrecision):
         with torch.no_grad():
-            weights = [m.weight.detach().to(export_dtype) for m in group if isinstance(m, nn.Linear)]
+            weights = [_exported_weight(m, export_dtype) for m in group if isinstance(m, nn.Linear)]
             amax = shared_amax(weights) if method.shares_amax else None
-            return method.quantize(linear.weight.detach().to(export_dtype), amax)
+            return method.quantize(_exported_weight(linear, export_dtype), amax)
     if linear.export_dtype != export_dtype or linear.method != method:
         raise ValueError(
             f"{name} was prepared for another format or export dtype ({linear.export_dtype}) than is exported "
