@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lqrl.quant.adapters import add_adapters_, attach_adapters_, load_adapters_
+from lqrl.quant.experts import AlignedExperts, QuantizedExperts
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.lora import Lora
 from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
@@ -16,11 +17,13 @@ from lqrl.quant.transforms import (
 )
 
 __all__ = [
+    "AlignedExperts",
     "AlignedLinear",
     "HadamardRotation",
     "InvariantTransform",
     "Lora",
     "QuantScheme",
+    "QuantizedExperts",
     "QuantizedLinear",
     "SmoothQuant",
     "TensorFormat",
