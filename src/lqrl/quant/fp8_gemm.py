@@ -1,4 +1,4 @@
-"""Products of e4m3 codes with scales: `torch._scaled_mm` on CUDA, fp32 products elsewhere.
+"""Products of e4m3 codes with scales: `torch._scaled_mm` and a Triton kernel on CUDA, fp32 products elsewhere.
 
 A product of two e4m3 values is exact in fp32, so the emulation differs from a tensor core in the order and the width
 of the sums only. Learner and engine run the same function on the same machine.
@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lqrl.quant.triton_use import TENSOR_CORES_FP8, use_triton
+
 BLOCK = 128
 _MULTIPLE = 16  # what cuBLAS asks of K and N
+_RESULTS = (torch.float32, torch.bfloat16)  # that the Triton kernel writes
 
 
 def operand(codes: Tensor) -> Tensor:
@@ -54,6 +57,10 @@ def block_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tenso
         weight_scale: fp32 ``[ceil(N / 128), ceil(K / 128)]``.
         dtype: of the result.
     """
+    if weight.shape[1] % _MULTIPLE == 0 and dtype in _RESULTS and use_triton(weight, TENSOR_CORES_FP8):
+        from lqrl.quant import triton_fp8
+
+        return triton_fp8.block_scaled(x, x_scale, weight, weight_scale, dtype)
     n = weight.shape[0]
     columns = weight_scale.repeat_interleave(BLOCK, 0)[:n]  # [N, ceil(K / 128)]
     acc = torch.zeros(x.shape[0], n, device=x.device)
@@ -66,7 +73,7 @@ def block_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tenso
 def _on_tensor_cores(weight: Tensor) -> bool:
     if not weight.is_cuda or weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
         return False
-    return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+    return torch.cuda.get_device_capability(weight.device) >= TENSOR_CORES_FP8
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""The block-scaled fp8 GEMM: activations in groups of 128, weights in blocks of 128 x 128, fp32 sums.
+
+A tile's product over 128 inputs is made by the tensor cores and added, times both scales, to an fp32 tile; the order of
+the blocks is fixed, so a row's result does not depend on the other rows.
+"""
+
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# Launches take options of the compiler besides the kernel's parameters.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lqrl.quant.triton_casts import to_bf16
+from lqrl.quant.triton_int8 import Tile
+from lqrl.quant.triton_use import tiles
+
+BLOCK = 128
+_GROUP = 8  # row tiles that share weight tiles in L2
+
+# (largest M, tile); starting values, `benchmarks/low_bit_gemm.py` times the candidates.
+TILES: list[tuple[int, Tile]] = [
+    (16, Tile(16, 64, 128, 4, 5)),
+    (32, Tile(32, 64, 128, 4, 5)),
+    (128, Tile(64, 64, 128, 4, 5)),
+    (512, Tile(64, 128, 128, 4, 4)),
+    (2**31, Tile(128, 128, 128, 8, 4, tma=True)),
+]
+
+
+@triton.jit
+def _block_gemm(
+    x, w, out_ptr, x_scale_ptr, w_scale_ptr, m, n, K: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    first = pid // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    tile_m = first + pid % (GROUP * tiles_n) % height
+    tile_n = pid % (GROUP * tiles_n) // height
+    rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    blocks: tl.constexpr = (K + BK - 1) // BK
+    x_scale_ptr += tl.minimum(rows, m - 1) * blocks
+    w_scale_ptr += (tile_n * BN) // BK * blocks  # a tile of columns lies within one block
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for block in range(0, blocks):
+        start = block * BK
+        if TMA:
+            a = x.load([tile_m * BM, start])
+            b = w.load([tile_n * BN, start])
+        else:
+            # Rows beyond the end are read as the last one and not written.
+            a_ptr = x + tl.minimum(rows, m - 1)[:, None] * K + (start + inner)[None, :]
+            b_ptr = w + tl.minimum(columns, n - 1)[:, None] * K + (start + inner)[None, :]
+            if K % BK == 0:
+                a, b = tl.load(a_ptr), tl.load(b_ptr)
+            else:
+                within = (start + inner < K)[None, :]
+                a, b = tl.load(a_ptr, mask=within, other=0.0), tl.load(b_ptr, mask=within, other=0.0)
+        scale = tl.load(x_scale_ptr + block) * tl.load(w_scale_ptr + block)
+        acc += tl.dot(a, b.T) * scale[:, None]
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(out_ptr + rows[:, None] * n + columns[None, :], to_bf16(acc) if BF16 else acc, mask=mask)
+
+
+def block_scaled(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, tile: Tile | None = None
+) -> Tensor:
+    """`fp8_gemm.block_scaled` for codes ``[M, K]`` and ``[N, K]`` with K in multiples of 16; fp32 or bf16 result.
+
+    Args:
+        tile: how the product is cut; default: what `TILES` says. Its width divides 128 and its depth is 128.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device=x.device)
+    if not m:
+        return out
+    x, weight = x.contiguous(), weight.contiguous()
+    tile = next(t for most, t in TILES if m <= most) if tile is None else tile
+    if BLOCK % tile.n or tile.k != BLOCK:
+        raise ValueError(f"a tile of columns lies within one block of {BLOCK} and takes {BLOCK} inputs, got {tile}")
+    tma = tile.tma and k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    with torch.cuda.device_of(x):
+        _block_gemm[(tiles(m, tile.m) * tiles(n, tile.n),)](
+            TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
+            TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
+            out, x_scale.contiguous(), weight_scale.contiguous(), m, n, K=k, BF16=dtype == torch.bfloat16, TMA=tma,
+            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=_GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out
