@@ -185,8 +185,6 @@ def export_weights(
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
     siblings = {name: group for group in sibling_groups(targets) for name in group}
-    cache = kv_method(scheme)
-    with_kv_scales = cache is not None and not cache.per_token
     tied_name = _embedding_name(model)
     done: set[int] = set()
     for prefix, module in model.named_modules():
@@ -197,17 +195,12 @@ def export_weights(
         dot = f"{prefix}." if prefix else ""
         if ".lora_" in prefix:
             continue  # sent with its layer
-        if isinstance(module, LoraLinear) or (prefix in siblings and isinstance(module, nn.Linear)):
+        if isinstance(module, LoraLinear) or prefix in siblings:
             group = [model.get_submodule(name) for name in siblings.get(prefix, ())]
-            for name, tensor in _linear(prefix, module, group, method, export_dtype, adapters):
+            for name, tensor in _layer(prefix, module, group, method, export_dtype, adapters):
                 if f"{dot}{name}" not in skip:
                     blamed = "weight" if name.startswith("weight") else name  # a bad scale is a bad weight
                     yield f"{dot}{name}", _finite(f"{dot}{blamed}", tensor, whole_scale(name, tensor))
-            continue
-        if method is not None and prefix in siblings:
-            for name, tensor in _quantized_experts(prefix, module, method, export_dtype).items():
-                if f"{dot}{name}" not in skip:
-                    yield f"{dot}{name}", _finite(f"{dot}{name}", tensor, whole_scale(name, tensor))
             continue
         for name, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
@@ -217,11 +210,19 @@ def export_weights(
             full = tied_name.get(key, f"{dot}{name}")
             if full not in skip:
                 yield full, _exported(full, parameter, export_dtype)
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
-                # Scales stay in fp32, like those of codes.
-                dtype = buffer.dtype if name in SCALE_NAMES else export_dtype
-                yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype)
+        yield from _buffers(dot, module, scheme, export_dtype)
+
+
+def _buffers(
+    dot: str, module: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    cache = kv_method(scheme)
+    with_kv_scales = cache is not None and not cache.per_token
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
+            # Scales stay in fp32, like those of codes.
+            dtype = buffer.dtype if name in SCALE_NAMES else export_dtype
+            yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype)
 
 
 def _embedding_name(model: nn.Module) -> dict[int, str]:
@@ -242,16 +243,20 @@ def _check_adapters(model: nn.Module) -> None:
         )
 
 
-def _linear(
+def _layer(
     name: str,
-    linear: nn.Linear,
+    layer: nn.Module,
     group: list[nn.Module],
     method: LinearMethod | None,
     export_dtype: torch.dtype,
     adapters: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Codes of a target, or the full-precision weight of a layer with an adapter; bias; the adapter if it is apart."""
-    apart = isinstance(linear, AdaptedLinear)
+    if not isinstance(layer, nn.Linear):
+        assert method is not None
+        yield from _quantized_experts(name, layer, method, export_dtype).items()
+        return
+    linear, apart = layer, isinstance(layer, AdaptedLinear)
     if method is not None and group:
         if apart and not adapters:
             raise ValueError(
