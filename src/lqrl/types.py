@@ -315,11 +315,13 @@ class RefreshReport:
 
     Attributes:
         policy_version: the version that now serves.
-        tensors, elements: how much was written; ``elements`` equals what the engine holds, or the refresh has failed.
+        tensors, elements: how much was written; with ``frozen_elements`` it is what the engine holds, or the refresh
+            has failed.
         elements_changed_fraction: share of unquantized elements whose bits changed.
         codes_changed_fraction: share of low-bit codes that changed (0 when the scheme has none).
         seconds: wall time.
         digest: digest of all parameters and buffers after the refresh.
+        frozen_elements: how much was not sent, and found by its digest to be what the engine held already.
     """
 
     policy_version: int
@@ -329,3 +331,4 @@ class RefreshReport:
     codes_changed_fraction: float
     seconds: float
     digest: str
+    frozen_elements: int = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lqrl.quant.lora import Lora
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+Digests = Mapping[str, int]
+"""Fingerprints (`lqrl.engines.digest.tensor_digest`) by tensor name."""
 
 
 class RefreshError(RuntimeError):
@@ -38,6 +42,7 @@ class EngineSpec:
         device: where the engine lives.
         max_model_len: longest prompt plus completion.
         eos_token_ids: end a completion.
+        lora: adapters that the engine holds beside its weights; ``None`` for a policy without, or one that is merged.
     """
 
     config: PretrainedConfig
@@ -46,6 +51,7 @@ class EngineSpec:
     device: torch.device
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    lora: Lora | None = None
 
 
 class RolloutEngine(ABC):
@@ -71,15 +77,24 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def update_weights(self, weights: NamedTensors, *, policy_version: int) -> RefreshReport:
+    def update_weights(
+        self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
+    ) -> RefreshReport:
         """Load a complete set of exported weights as one transaction.
 
-        Every tensor of the engine is written exactly once, counted by element; storage does not move; cached
-        prefixes are dropped; the version is stamped last.
+        Every tensor of the engine is either written exactly once or declared in ``frozen``, counted by element; storage
+        does not move; cached prefixes are dropped; the version is stamped last.
+
+        Args:
+            weights: the tensors.
+            policy_version: what they are.
+            frozen: tensors that are not sent because the engine holds them already, with the digest of what it must
+                hold. The engine computes its own and compares.
 
         Raises:
-            RefreshError: on a missing, unknown, doubled, misshapen, mistyped or non-finite tensor, or when the
-                stream raises. The engine then refuses to generate.
+            RefreshError: on a missing, unknown, doubled, misshapen, mistyped or non-finite tensor, one that is both
+                sent and declared, or held with another digest, or when the stream raises. The engine then refuses to
+                generate.
         """
 
     def wake(self) -> None:

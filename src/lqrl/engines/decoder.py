@@ -12,6 +12,7 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.lean import LeanDecoder
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
+from lqrl.quant.adapters import attach_adapters_
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.prepare import convert_, pack_
@@ -38,7 +39,10 @@ class Decoder:
             self.shapes = attention_shapes(self.model)
             weight = output_weight(self.model)
             self.device, self.vocabulary = weight.device, weight.shape[0]
+            adapted = [] if spec.lora is None else spec.lora.targets(self.model)
             convert_(self.model, spec.scheme)
+            if spec.lora is not None:
+                attach_adapters_(self.model, spec.lora, adapted)
             prepare_kv_(self.model, spec.scheme)
             self.model.requires_grad_(False)
             self.model.eval()

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lqrl.engines.base import EngineFactory, EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
+from lqrl.engines.base import (
+    Digests,
+    EngineFactory,
+    EngineSpec,
+    NamedTensors,
+    RefreshError,
+    RolloutEngine,
+    StaleEngineError,
+)
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.slots import SlotCache
@@ -138,7 +146,9 @@ class TorchEngine(RolloutEngine):
         )
         return completions
 
-    def update_weights(self, weights: NamedTensors, *, policy_version: int) -> RefreshReport:
+    def update_weights(
+        self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
+    ) -> RefreshReport:
         """Load a complete set of weights in place; see `RolloutEngine.update_weights`.
 
         Raises:
@@ -150,7 +160,7 @@ class TorchEngine(RolloutEngine):
         try:
             if policy_version < 0:
                 raise RefreshError(f"policy_version must be >= 0, got {policy_version}")
-            report = self._load(weights, policy_version)
+            report = self._load(weights, policy_version, frozen)
         except RefreshError as error:
             self._refusal = f"its last refresh failed ({error})"
             raise
@@ -167,10 +177,10 @@ class TorchEngine(RolloutEngine):
         self._cache.release()
         self._asleep = True
 
-    def _load(self, weights: NamedTensors, policy_version: int) -> RefreshReport:
+    def _load(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
         model = self.decoder.model
         before = addresses(model)
-        written = write_weights_(model, weights)
+        written = write_weights_(model, weights, frozen)
         self.decoder.refresh_derived()
         self._cache.clear()
         moved = [name for name, address in addresses(model).items() if before.get(name) != address]
@@ -180,6 +190,7 @@ class TorchEngine(RolloutEngine):
             policy_version=policy_version,
             tensors=written.tensors,
             elements=written.elements,
+            frozen_elements=written.frozen_elements,
             elements_changed_fraction=written.elements_changed_fraction,
             codes_changed_fraction=written.codes_changed_fraction,
             seconds=0.0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lqrl.engines.base import NamedTensors, RefreshError
-from lqrl.engines.digest import digest
+from lqrl.engines.base import Digests, NamedTensors, RefreshError
+from lqrl.engines.digest import digest, tensor_digest
 from lqrl.quant.numerics.finite import whole_scale
 
 # What codes are made of; scales in one byte count as codes too, since they change as rarely.
@@ -23,6 +23,7 @@ class Written:
 
     tensors: int
     elements: int
+    frozen_elements: int
     elements_changed_fraction: float
     codes_changed_fraction: float
 
@@ -30,9 +31,10 @@ class Written:
 class _Ledger:
     """What has been written, and flags that stay on the device until the end (one host round trip a refresh)."""
 
-    def __init__(self, targets: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    def __init__(self, targets: dict[str, Tensor], aliases: dict[str, str], frozen: Digests) -> None:
         self.targets = targets
         self.aliases = aliases
+        self.frozen = frozen
         self.written: dict[str, int] = {}
         self._flags: list[Tensor] = []
 
@@ -56,6 +58,8 @@ class _Ledger:
             )
         if name in self.written:
             raise RefreshError(f"{name} came twice")
+        if name in self.frozen:
+            raise RefreshError(f"{name} came although it is declared frozen; send it or declare it, not both")
         if source.shape != target.shape:
             raise RefreshError(f"{name} has shape {tuple(source.shape)}, the engine's is {tuple(target.shape)}")
         if source.dtype != target.dtype:
@@ -65,11 +69,12 @@ class _Ledger:
         return target
 
     def close(self) -> Written:
-        missing = sorted(self.targets.keys() - self.written.keys())
+        missing = sorted(self.targets.keys() - self.written.keys() - self.frozen.keys())
         if missing:
             elements, total = sum(self.written.values()), sum(t.numel() for t in self.targets.values())
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise RefreshError(f"{elements} of {total} elements were written; missing: {shown}")
+        self._check_frozen()
         flags = torch.stack([f.cpu() for f in self._flags]).tolist() if self._flags else []
         counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
         for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=True):
@@ -78,8 +83,25 @@ class _Ledger:
             count = counts[self.targets[name].dtype in _CODES]
             count[0] += changed
             count[1] += elements
+        for name in self.frozen:
+            counts[self.targets[name].dtype in _CODES][1] += self.targets[name].numel()
         fractions = {code: changed / max(elements, 1) for code, (changed, elements) in counts.items()}
-        return Written(len(flags), sum(self.written.values()), fractions[False], fractions[True])
+        held = sum(self.targets[name].numel() for name in self.frozen)
+        return Written(len(flags), sum(self.written.values()), held, fractions[False], fractions[True])
+
+    def _check_frozen(self) -> None:
+        unknown = [name for name in self.frozen if name not in self.targets]
+        if unknown:
+            raise RefreshError(f"the engine has no tensor named {unknown[0]}, which was declared frozen")
+        if not self.frozen:
+            return
+        held = torch.stack([tensor_digest(self.targets[name]).cpu() for name in self.frozen]).tolist()
+        for (name, expected), found in zip(self.frozen.items(), held, strict=True):
+            if found != expected:
+                raise RefreshError(
+                    f"{name} was declared frozen with digest {expected:x}, the engine holds {found:x}; send a complete "
+                    "set of weights (a stage that changes such a tensor cannot be used with adapters)"
+                )
 
 
 def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -103,13 +125,13 @@ def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def write_weights_(model: nn.Module, weights: NamedTensors) -> Written:
-    """Copy ``weights`` over the tensors of ``model``, in place.
+def write_weights_(model: nn.Module, weights: NamedTensors, frozen: Digests | None = None) -> Written:
+    """Copy ``weights`` over the tensors of ``model``, in place; those declared ``frozen`` are checked instead.
 
     Raises:
         RefreshError: see `lqrl.engines.base.RolloutEngine.update_weights`; part of ``model`` may be overwritten then.
     """
-    ledger = _Ledger(*loadable_tensors(model))
+    ledger = _Ledger(*loadable_tensors(model), frozen or {})
     try:
         for name, tensor in weights:
             ledger.add(name, tensor)

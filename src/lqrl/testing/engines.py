@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from lqrl.engines.base import NamedTensors, RolloutEngine
+from lqrl.engines.base import Digests, NamedTensors, RolloutEngine
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
 
@@ -50,7 +50,9 @@ class ScriptedEngine(RolloutEngine):
         """What a sample says."""
         return self.script(prompt, index)
 
-    def update_weights(self, weights: NamedTensors, *, policy_version: int) -> RefreshReport:
+    def update_weights(
+        self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
+    ) -> RefreshReport:
         """Count the tensors and take the version."""
         tensors = list(weights)
         self.policy_version = policy_version
