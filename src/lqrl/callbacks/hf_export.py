@@ -11,25 +11,40 @@ from lqrl.callbacks.run_folder import run_folder
 from lqrl.learner.module import PolicyModule
 from lqrl.modeling.precision import parse_dtype
 from lqrl.quant import QuantScheme
+from lqrl.quant.checkpoint import save_quantized
+from lqrl.quant.compressed_format import checkpoint_format
 
 
 class HFExport(L.Callback):
-    """Write the policy in full precision, with tokenizer and configs, when training ends.
+    """Write the policy in full precision, with tokenizer and configs, when training ends; low-bit too on request.
 
     The names and shapes are those of the model that was loaded, so ``AutoModelForCausalLM.from_pretrained`` and lqrl
-    itself read it back. UAQ's scaling stays folded in: the exported function is the trained one.
+    itself read it back. UAQ's scaling and other transforms stay folded in: the exported function is the trained one.
 
     Args:
         directory: where to; ``None`` is ``hf`` in the run folder.
-        dtype: of the exported weights; ``None`` is the run's compute dtype.
+        dtype: of the full-precision weights; ``None`` is the run's compute dtype.
+        quantized: write the rollout engine's own codes too, as a compressed-tensors checkpoint beside ``directory``,
+            with the scheme's name appended: ``hf-int8_w8a8``. vLLM, transformers and lqrl load it.
     """
 
-    def __init__(self, directory: str | None = None, dtype: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, dtype: str | None = None, quantized: bool = False) -> None:
         self.directory, self.dtype = directory, None if dtype is None else parse_dtype(dtype)
+        self.quantized = quantized
 
     def target(self, trainer: L.Trainer) -> Path:
-        """Where the export goes."""
+        """Where the export in full precision goes."""
         return Path(self.directory) if self.directory else run_folder(trainer) / "hf"
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse before training what could not be exported after it.
+
+        Raises:
+            ValueError: when ``quantized`` is set and no checkpoint holds the scheme.
+        """
+        assert isinstance(pl_module, PolicyModule)
+        if self.quantized:
+            checkpoint_format(pl_module.scheme)
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -38,6 +53,8 @@ class HFExport(L.Callback):
         target = self.target(trainer)  # a collective: before the gate
         if trainer.is_global_zero:
             export(pl_module, target, dtype=self.dtype or pl_module.compute_dtype)
+            if self.quantized:
+                export_quantized(pl_module, target.with_name(f"{target.name}-{pl_module.scheme.name}"))
 
 
 def export(module: PolicyModule, directory: Path, *, dtype: torch.dtype) -> None:
@@ -46,4 +63,14 @@ def export(module: PolicyModule, directory: Path, *, dtype: torch.dtype) -> None
     weights = {name: tensor.to(dtype) for name, tensor in module.exported_weights(QuantScheme.preset("none"))}
     directory.mkdir(parents=True, exist_ok=True)
     policy.save_pretrained(directory, state_dict={n: t.contiguous() for n, t in weights.items()})
+    module.tokenizer.save_pretrained(directory)
+
+
+def export_quantized(module: PolicyModule, directory: Path) -> None:
+    """Save what ``module``'s rollout engine is sent to ``directory``, as a compressed-tensors checkpoint.
+
+    Raises:
+        ValueError: see `lqrl.quant.checkpoint.save_quantized`.
+    """
+    save_quantized(module.policy, module.scheme, directory, export_dtype=module.compute_dtype)
     module.tokenizer.save_pretrained(directory)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lqrl.modeling.attention import AttentionContext, KVHook, PackedContext, register_attention
+from lqrl.modeling.sources import load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,8 +60,9 @@ def load_model(
     """A causal language model whose attention is `lqrl.modeling.attention.lqrl_attention`.
 
     Args:
-        source: a directory or hub name for trained weights, or a config. With a config and ``seed`` the weights are
-            initialized at random; with a config alone they are left unset, for weights that come later.
+        source: a directory or hub name for trained weights, see `load_pretrained`; or a config. With a config and
+            ``seed`` the weights are initialized at random; with a config alone they are left unset, for weights that
+            come later.
         dtype: dtype of the parameters.
         device: where the model goes; ``None`` is the CPU.
         seed: of the random initialization; the global generator is left as it was.
@@ -74,7 +76,7 @@ def load_model(
     name = register_attention()
     try:
         if isinstance(source, (str, Path)):
-            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=name)
+            model = load_pretrained(str(source), dtype=dtype, attention=name)
         else:
             config = copy.deepcopy(source)  # transformers writes dtype and attention into the config it is given
             with torch.random.fork_rng(devices=[]), _weights_unset(seed is None):

@@ -1,14 +1,16 @@
-"""Names of models: directories, hub names, and what ships with the package."""
+"""Names of models, directories, hub names and what ships with the package; and the weights behind them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from lqrl import assets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def resolve_source(name: str) -> str:
@@ -55,3 +57,48 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
     return tokenizer
+
+
+def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """A causal language model with trained weights; those of a compressed-tensors checkpoint come dequantized.
+
+    The masters are then the values that the codes stand for, as a run on a frozen quantized base has them. In the same
+    scheme the first rollouts are those of the checkpoint where requantizing changes no code; the embedded engine can
+    serve the codes themselves with `lqrl.quant.checkpoint.load_quantized`.
+
+    Args:
+        source: see `resolve_source`.
+        dtype: of the parameters.
+        attention: transformers' name of the attention.
+
+    Raises:
+        ValueError: when the checkpoint lacks weights or has formats that cannot be computed.
+        NotImplementedError: for a compressed-tensors checkpoint under a hub name.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    # The transforms of lqrl.quant import the backbone, which imports this module.
+    from lqrl.quant.checkpoint import full_precision_config, holds_codes, load_dequantized
+    from lqrl.quant.compressed_format import METHOD
+
+    if not holds_codes(source):
+        settings = AutoConfig.from_pretrained(source).to_dict().get("quantization_config") or {}
+        if settings.get("quant_method") == METHOD:
+            raise NotImplementedError(
+                f"{source} is a compressed-tensors checkpoint, which is read from a directory: download it "
+                f"(hf download {source} --local-dir DIRECTORY) and name the directory"
+            )
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+    with no_init_weights():
+        config = full_precision_config(source)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
+    keys = model.load_state_dict(dict(load_dequantized(source, dtype=dtype)), strict=False)
+    names = {name for name, _ in model.named_parameters()}  # tied weights have one of their names here
+    wrong = [*keys.unexpected_keys, *(name for name in keys.missing_keys if name in names)]
+    if wrong:
+        raise ValueError(f"{source} does not hold the weights of its model: missing or unexpected {wrong[:3]}")
+    if (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model

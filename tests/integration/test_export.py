@@ -1,0 +1,41 @@
+"""What a run leaves behind is what its engine served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import DEVICE, make_data, make_module, make_trainer
+
+from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
+from lqrl.learner.refresh import refresh_engines
+from lqrl.modeling.sources import load_tokenizer
+from lqrl.quant.checkpoint import load_quantized
+
+
+def test_the_low_bit_export_is_the_engine_of_the_run(tmp_path):
+    module = make_module(uaq_scale=1.5)
+    callbacks = [EngineRefresh(), SamplerFeedback(), HFExport(str(tmp_path / "hf"), quantized=True)]
+    make_trainer(tmp_path, epochs=1, callbacks=callbacks).fit(module, make_data())
+    sent = dict(module.exported_weights())
+    scheme, tensors = load_quantized(tmp_path / "hf-int8_w8a8")
+    tensors = dict(tensors)
+    assert scheme == module.scheme
+    assert tensors.keys() == sent.keys()
+    assert all(torch.equal(tensors[name], t.cpu()) for name, t in sent.items())
+    assert load_tokenizer(str(tmp_path / "hf-int8_w8a8")).eos_token_id == module.tokenizer.eos_token_id
+    assert (tmp_path / "hf" / "config.json").is_file()
+    # A run that starts there serves the same codes at once.
+    again = make_module(model=str(tmp_path / "hf-int8_w8a8"))
+    again.configure_model()
+    again.to(DEVICE)
+    again.build_engines(DEVICE)
+    refresh_engines(again)
+    assert all(torch.equal(t, sent[name]) for name, t in dict(again.exported_weights()).items())
+
+
+def test_a_scheme_that_cannot_be_exported_is_refused_before_training(tmp_path):
+    module = make_module(scheme="none")
+    trainer = make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), HFExport(quantized=True)])
+    with pytest.raises(ValueError, match="quantizes no weights"):
+        trainer.fit(module, make_data())
+    assert module.iteration == 0
