@@ -1,37 +1,22 @@
-"""Build and load the C int8 kernel: compiled at first use into a cache folder, called through ctypes."""
+"""The C int8 kernel: built by `lqrl.quant.native_build`, called through ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lqrl.quant.native_build import BuildError, SelfTestError, build, cache_folder
+
+__all__ = ["HEADERS", "LEVELS", "SOURCE", "BuildError", "Kernel", "SelfTestError", "cache_folder", "load"]
+
 SOURCE = Path(__file__).parent / "csrc" / "int8_linear.c"
 HEADERS = (SOURCE.with_name("int8_avx2.h"), SOURCE.with_name("int8_wide.h"))
 # What the C code can use, each with all before it; the position is the C enum's value.
 LEVELS = ("portable", "avx2", "avx512_vnni", "amx")
-COMPILERS = ("cc", "gcc", "clang")
-# -ffp-contract=off: the epilogue's products and sums are rounded one by one, as in PyTorch.
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
-BUILD_TIMEOUT_S = 120.0
-
-
-class BuildError(RuntimeError):
-    """The kernel could not be compiled or loaded on this machine."""
-
-
-class SelfTestError(RuntimeError):
-    """The compiled kernel gives wrong results on this machine."""
 
 
 @dataclass(frozen=True)
@@ -67,88 +52,12 @@ def load(*, at_most: str = LEVELS[-1]) -> Kernel:
         BuildError: no C compiler on PATH, or the build or the load failed.
         SelfTestError: the library's results are wrong.
     """
-    if os.name != "posix":
-        raise BuildError("the native kernel is built on POSIX systems only")
-    compiler = _find_compiler()
-    flags = (*FLAGS, f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}")
-    source = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
-    version = _run([compiler, "--version"])
-    key = "\0".join((*flags, version, platform.system(), platform.machine(), _cpu_model())).encode()
-    name = f"int8_linear-{hashlib.sha256(source + key).hexdigest()[:24]}.so"
-    folder = cache_folder()
-    if folder is None:  # the mapping outlives the file
-        with tempfile.TemporaryDirectory(prefix="lqrl-") as scratch:
-            kernel = _open(_build(compiler, flags, Path(scratch) / name))
-    else:
-        kernel = _open_cached(compiler, flags, folder / name)
+    kernel = build(SOURCE, HEADERS, (f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}",), _open)
     _self_test(kernel)
     return kernel
 
 
-def _find_compiler() -> str:
-    for name in COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise BuildError(f"no C compiler on PATH (looked for {', '.join(COMPILERS)})")
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{' '.join(command)}: {error}") from error
-    if done.returncode != 0:
-        raise BuildError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-2000:]}")
-    return done.stdout
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
-
-
-def cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/lqrl`, or None when it cannot be written or others could put a library there."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = (Path(root) if root else Path.home() / ".cache") / "lqrl"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
-    except (OSError, RuntimeError):
-        return None
-    foreign = status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return None if foreign or not os.access(folder, os.W_OK) else folder
-
-
-def _build(compiler: str, flags: tuple[str, ...], path: Path) -> Path:
-    handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        _run([compiler, *flags, "-I", str(HEADERS[0].parent), "-o", scratch, str(SOURCE)])
-        os.replace(scratch, path)  # atomic: several processes may build at once
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    return path
-
-
-def _open_cached(compiler: str, flags: tuple[str, ...], path: Path) -> Kernel:
-    if path.exists():
-        try:
-            return _open(path)
-        except BuildError:  # made by a machine with another libc, or damaged: build it again
-            pass
-    return _open(_build(compiler, flags, path))
-
-
-def _open(path: Path) -> Kernel:
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"cannot load {path}: {error}") from error
+def _open(library: ctypes.CDLL, path: Path) -> Kernel:
     address, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernel = Kernel(
         path=path,
