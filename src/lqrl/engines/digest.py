@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lqrl.engines.sampling import mix64
+from lqrl.quant.triton_use import use_triton
 
 _BLOCK = 2**15  # words that share one table of place values; on a CPU a block stays in the cache
 _BLOCKS = {"cpu": 1}  # blocks hashed at once; elsewhere many, for few launches
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of ``tensor`` as a flat tensor of the widest integers that divide it."""
+    flat = tensor.detach().contiguous().flatten().view(torch.int8)
+    size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
+    return flat.view(_WORDS[size])
 
 
 @torch.no_grad()
@@ -23,9 +31,11 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     Each word is mixed with its position and the results are added with wrap-around, so the order of the work does not
     matter but the order of the words does.
     """
-    flat = tensor.detach().contiguous().flatten().view(torch.int8)
-    size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
-    words = flat.view(_WORDS[size])
+    words = _words(tensor)
+    if use_triton(words):
+        from lqrl.engines import triton_digest
+
+        return triton_digest.tensor_digests([words])[0]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     width = min(_BLOCK, max(words.numel(), 1))  # padding adds nothing, so a small tensor needs no whole block
     place = mix64(torch.arange(width, dtype=torch.int64, device=tensor.device) + 1) | 1
@@ -43,9 +53,27 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     return total
 
 
+def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
+    """`tensor_digest` of each, on the host; those on one GPU are hashed together."""
+    values = [0] * len(tensors)
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    for here in places.values():
+        if use_triton(tensors[here[0]]):
+            from lqrl.engines import triton_digest
+
+            found = triton_digest.tensor_digests([_words(tensors[place]) for place in here])
+        else:
+            found = torch.stack([tensor_digest(tensors[place]) for place in here])
+        for place, value in zip(here, found.tolist(), strict=True):
+            values[place] = value
+    return values
+
+
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Hex digest of names, shapes, dtypes and bits of ``tensors``, whatever their order."""
     named = sorted(tensors, key=lambda item: item[0])
-    values = torch.stack([tensor_digest(t).cpu() for _, t in named]).tolist() if named else []
+    values = tensor_digests([t for _, t in named])
     text = [f"{name} {tuple(t.shape)} {t.dtype} {v}" for (name, t), v in zip(named, values, strict=True)]
     return hashlib.sha1("\n".join(text).encode(), usedforsecurity=False).hexdigest()

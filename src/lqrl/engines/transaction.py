@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.engines.base import Digests, NamedTensors, RefreshError
-from lqrl.engines.digest import digest, tensor_digest
-from lqrl.quant.numerics.finite import whole_scale
+from lqrl.engines.copy import counted_copy_
+from lqrl.engines.digest import digest, tensor_digests
 
 # What codes are made of; scales in one byte count as codes too, since they change as rarely.
 _CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,18 @@ class _Ledger:
         self.aliases = aliases
         self.frozen = frozen
         self.written: dict[str, int] = {}
-        self._flags: list[Tensor] = []
+        self._flags: dict[torch.device, Tensor] = {}  # a row for each tensor, in the order they came
 
     def add(self, name: str, source: Tensor) -> None:
         target = self._target(name, source)
         # Not `non_blocking`: it would read the host's half of a copy before it is there, or after it was overwritten.
         source = source.detach().to(target.device)
-        bits = _BITS[target.element_size()]
-        changed = torch.count_nonzero(target.view(bits) != source.contiguous().view(bits))
-        target.copy_(source)
+        flags = self._flags.get(target.device)
+        if flags is None:
+            flags = torch.zeros(len(self.targets), 2, dtype=torch.int64, device=target.device)
+            self._flags[target.device] = flags
+        counted_copy_(target, source, name, flags[len(self.written)])
         self.written[name] = source.numel()
-        self._flags.append(torch.stack([changed, (~whole_scale(name, source)).long()]))
 
     def _target(self, name: str, source: Tensor) -> Tensor:
         target = self.targets.get(name)
@@ -75,9 +75,9 @@ class _Ledger:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise RefreshError(f"{elements} of {total} elements were written; missing: {shown}")
         self._check_frozen()
-        flags = torch.stack([f.cpu() for f in self._flags]).tolist() if self._flags else []
+        flags = torch.stack([f.cpu() for f in self._flags.values()]).sum(0).tolist() if self._flags else []
         counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
-        for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=True):
+        for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=False):
             if broken:
                 raise RefreshError(f"{name} holds NaN or inf; fix the policy and refresh again")
             count = counts[self.targets[name].dtype in _CODES]
@@ -87,7 +87,7 @@ class _Ledger:
             counts[self.targets[name].dtype in _CODES][1] += self.targets[name].numel()
         fractions = {code: changed / max(elements, 1) for code, (changed, elements) in counts.items()}
         held = sum(self.targets[name].numel() for name in self.frozen)
-        return Written(len(flags), sum(self.written.values()), held, fractions[False], fractions[True])
+        return Written(len(self.written), sum(self.written.values()), held, fractions[False], fractions[True])
 
     def _check_frozen(self) -> None:
         unknown = [name for name in self.frozen if name not in self.targets]
@@ -95,7 +95,7 @@ class _Ledger:
             raise RefreshError(f"the engine has no tensor named {unknown[0]}, which was declared frozen")
         if not self.frozen:
             return
-        held = torch.stack([tensor_digest(self.targets[name]).cpu() for name in self.frozen]).tolist()
+        held = tensor_digests([self.targets[name] for name in self.frozen])
         for (name, expected), found in zip(self.frozen.items(), held, strict=True):
             if found != expected:
                 raise RefreshError(

@@ -1,0 +1,89 @@
+"""`tensor_digest` of many tensors in one pass over their bytes and a few launches."""
+
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# Launches take options of the compiler besides the kernel's parameters; constexpr stands for the number it holds.
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WIDTH = 2**15  # words that share one table of place values, as in `lqrl.engines.digest`
+_MIX_1 = tl.constexpr(-4658895280553007687)  # of `lqrl.engines.sampling.mix64`
+_MIX_2 = tl.constexpr(-7723592293110705685)
+_BLOCK = 1024  # words of one program's tile
+_ROWS = 16  # blocks of place values that one program walks, so that it computes those once
+
+
+@triton.jit
+def _shift(x, bits: tl.constexpr):
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+@triton.jit
+def _digest(
+    table_ptr, jobs_ptr, out_ptr, WORD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One job: a column of tiles of one tensor. The table holds each tensor's address, words and place in ``out``."""
+    job = jobs_ptr + tl.program_id(0).to(tl.int64) * 3
+    row = table_ptr + tl.load(job) * 3
+    words_ptr = tl.load(row).to(tl.pointer_type(WORD))
+    words = tl.load(row + 1)
+    column = tl.load(job + 1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(job + 2)
+    place = _mix64(column.to(tl.int64) + 1) | 1
+    total = tl.zeros((BLOCK,), dtype=tl.int64)
+    for step in range(0, ROWS):
+        offsets = (block + step) * WIDTH + column
+        part = tl.load(words_ptr + offsets, mask=offsets < words, other=0).to(tl.int64)
+        mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
+        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+        total += mixed * (2 * (block + step) + 1)
+    tl.atomic_add(out_ptr + tl.load(row + 2), tl.sum(total, 0))
+
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+def _jobs(words: Sequence[int]) -> Tensor:
+    """``[J, 3]``: tensor, column of tiles, first block of the columns of all tensors."""
+    counts = torch.tensor(words, dtype=torch.int64)
+    columns = torch.minimum(counts, torch.tensor(_WIDTH)).add(_BLOCK - 1).div(_BLOCK, rounding_mode="floor")
+    bands = counts.add(_WIDTH * _ROWS - 1).div(_WIDTH * _ROWS, rounding_mode="floor")
+    jobs = columns * bands
+    tensor = torch.arange(len(words)).repeat_interleave(jobs)
+    place = torch.arange(int(jobs.sum())) - (jobs.cumsum(0) - jobs)[tensor]
+    return torch.stack([tensor, place % columns[tensor], place // columns[tensor] * _ROWS], 1)
+
+
+def tensor_digests(words: Sequence[Tensor]) -> Tensor:
+    """Digests of flat integer tensors on one device: int64 ``[T]``, the values of `tensor_digest`.
+
+    Args:
+        words: of 8, 4, 2 or 1 bytes each, contiguous.
+    """
+    out = torch.zeros(len(words), dtype=torch.int64, device=words[0].device)
+    with torch.cuda.device_of(out):
+        for size, word in _WORDS.items():
+            chosen = [(i, w) for i, w in enumerate(words) if w.element_size() == size and w.numel()]
+            if not chosen:
+                continue
+            # The address of a view may be odd for its words; a copy's is not.
+            chosen = [(i, w if w.data_ptr() % size == 0 else w.clone()) for i, w in chosen]
+            table = torch.tensor([(w.data_ptr(), w.numel(), i) for i, w in chosen], dtype=torch.int64)
+            jobs = _jobs([w.numel() for _, w in chosen])
+            _digest[(len(jobs),)](
+                table.to(out.device), jobs.to(out.device), out, WORD=word, WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK,
+                num_warps=4,
+            )  # fmt: skip
+    return out
