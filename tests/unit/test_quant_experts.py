@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from lqrl.quant.methods import linear_method
 from lqrl.quant.numerics import shared_amax
 from lqrl.quant.scheme import PRESETS
 
-FORMATS = sorted(name for name, scheme in PRESETS.items() if scheme.quantizes)
+MISSING = set() if find_spec("bitsandbytes") else {"nf4"}
+FORMATS = sorted(name for name, scheme in PRESETS.items() if scheme.quantizes and name not in MISSING)
 E, INNER, HIDDEN = 3, 128, 256
 
 
