@@ -1,0 +1,132 @@
+"""The Triton kernels give the bits of eager torch: interpreted on the CPU, compiled on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton_cases import CHECKS
+
+from lqrl.quant import QuantScheme, kernels, rows, triton_use
+from lqrl.quant import numerics as q
+from lqrl.quant.methods import linear_method
+
+CASES = Path(__file__).with_name("triton_cases.py")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    """What each check says under the interpreter, which must be chosen before triton is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_interpreted_kernels_give_the_bits_of_eager_torch(name, interpreted):
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_compiled_kernels_give_the_bits_of_eager_torch(name):
+    CHECKS[name](torch.device("cuda"))
+
+
+def test_the_cpu_never_goes_to_triton():
+    assert not triton_use.use_triton(torch.zeros(1))
+
+
+def test_importing_the_library_does_not_import_triton():
+    script = (
+        "import sys, lqrl, lqrl.quant.methods, lqrl.quant.kernels, lqrl.engines.transaction, lqrl.engines.digest\n"
+        "print([m for m in sys.modules if m.startswith('lqrl.') and 'triton_' in m and not m.endswith('triton_use')])"
+    )
+    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[]"
+
+
+def test_a_machine_without_triton_says_so_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)  # what a failed import leaves
+    triton_use.available.cache_clear()
+    with caplog.at_level(logging.INFO, logger="lqrl.quant.triton_use"):
+        assert not triton_use.available()
+        assert not triton_use.available()
+    triton_use.available.cache_clear()
+    assert [r.message for r in caplog.records] == [
+        "triton is not installed: low-bit kernels run as eager torch operations, with the same results"
+    ]
+
+
+def test_the_variable_turns_triton_off(monkeypatch):
+    monkeypatch.setenv(triton_use.VARIABLE, "0")
+    triton_use.available.cache_clear()
+    assert not triton_use.available()
+    triton_use.available.cache_clear()
+
+
+@pytest.mark.parametrize(("length", "size", "covering"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
+def test_tiles_cover_a_length(length, size, covering):
+    assert triton_use.tiles(length, size) == covering
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)])
+def test_powers_of_two(n, power):
+    assert triton_use.power_of_two(n) == power
+
+
+def test_dispatch_gives_what_the_numerics_give(device):
+    x = torch.randn(300, 256).to(device)
+    pairs = [
+        (rows.quantize_int8_token(x), q.quantize_int8_token(x)),
+        (rows.quantize_int8_channel(x, 7.0), q.quantize_int8_channel(x, 7.0)),
+        (rows.quantize_fp8_token(x), q.quantize_fp8_token(x)),
+        (rows.quantize_fp8_channel(x), q.quantize_fp8_channel(x)),
+        (rows.quantize_fp8_tensor(x), q.quantize_fp8_tensor(x)),
+        (rows.quantize_fp8_per_tensor_dynamic(x), q.quantize_fp8_per_tensor_dynamic(x)),
+        (rows.quantize_fp8_group(x), q.quantize_fp8_group(x)),
+        (rows.quantize_fp8_block(x), q.quantize_fp8_block(x)),
+    ]
+    for got, wanted in pairs:
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
+    codes, scale = q.quantize_int4_group(x, 32)
+    packed, packed_scale = rows.quantize_int4_packed(x, 32)
+    assert torch.equal(packed, q.pack_int4(codes))
+    assert torch.equal(packed_scale, scale)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300, 1100])
+def test_int8_layers_have_the_bits_of_the_plain_product(m, device):
+    x = torch.randn(m, 96).bfloat16().to(device)
+    codes, scale = q.quantize_int8_channel(torch.randn(80, 96, device=device))
+    plain = kernels.FloatBackend()
+    expected = plain.linear(x, plain.pack(codes), scale, None)
+    backend = kernels.TorchBackend()
+    assert torch.equal(backend.linear(x, backend.pack(codes), scale, None), expected)
+
+
+@pytest.mark.parametrize("name", ["int4_w4a16", "int4_w4a16_g32", "nvfp4_w4a16", "mxfp4_w4a16", "int8_w8a16"])
+@pytest.mark.parametrize("m", [3, 200])
+def test_weight_only_layers_multiply_the_dequantized_weight(name, m, device):
+    method = linear_method(QuantScheme.preset(name))
+    tensors = method.quantize(torch.randn(96, 256, device=device).bfloat16())
+    operands = method.operands(tensors, torch.bfloat16)
+    if device.type == "cuda" and triton_use.available():
+        assert {o.data_ptr() for o in operands} == {t.data_ptr() for t in tensors.values()}  # no bf16 copy
+    x, bias = torch.randn(m, 256).bfloat16().to(device), torch.randn(96).to(device)
+    exact = x.double() @ method.dequantize(tensors, torch.bfloat16).double().T
+    torch.testing.assert_close(method.logits(x, operands).double(), exact, rtol=1e-4, atol=1e-3)
+    y = method.linear(x, operands, bias)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact + bias.double(), rtol=2e-2, atol=5e-2)
