@@ -28,7 +28,6 @@ from lqrl.quant.triton_use import power_of_two, tiles
 _WIDEST = 32768  # a longer row is read twice instead of kept in registers
 _CHUNK = 4096  # elements of one program of the group and tensor kernels
 _INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _NAN_CODE = tl.constexpr(0x7F)
 
@@ -53,13 +52,13 @@ def _finite_amax(x, axis: tl.constexpr):
 def _int8_scales(amax, bad, largest, floor):
     """The scale, and what the values are multiplied by."""
     amax = tl.maximum(amax, floor)
-    scale = tl.where(bad, _NAN, tl.math.div_rn(amax, largest))
+    scale = tl.where(bad, float("nan"), tl.math.div_rn(amax, largest))
     return scale, tl.minimum(tl.math.div_rn(largest, amax), _FP32_MAX)
 
 
 @triton.jit
 def _fp8_scale(amax, bad, floor):
-    return tl.where(bad, _NAN, tl.maximum(tl.math.div_rn(amax, 448.0), floor))
+    return tl.where(bad, float("nan"), tl.maximum(tl.math.div_rn(amax, 448.0), floor))
 
 
 @triton.jit
@@ -129,9 +128,9 @@ def _int4_groups(
     scale = tl.maximum(tl.math.div_rn(amax, largest), floor)
     if SCALE_BF16:
         scale = rounded_to_bf16(scale)
-        tl.store(scale_ptr + row * groups + group, to_bf16(tl.where(bad, _NAN, scale)), mask=group < groups)
+        tl.store(scale_ptr + row * groups + group, to_bf16(tl.where(bad, float("nan"), scale)), mask=group < groups)
     else:
-        tl.store(scale_ptr + row * groups + group, tl.where(bad, _NAN, scale), mask=group < groups)
+        tl.store(scale_ptr + row * groups + group, tl.where(bad, float("nan"), scale), mask=group < groups)
     steps = tl.minimum(tl.maximum(tl.math.div_rn(x, scale[:, None]), -largest), largest)
     codes = tl.where(bad[:, None], 8, to_integer(steps) + 8)
     words = tl.reshape(codes, (GROUPS, SIZE // 8, 8)) << (tl.arange(0, 8) * 4)[None, None, :]
@@ -189,7 +188,7 @@ def _quantize_rows(x: Tensor, codes: Tensor, largest: float, floor: float, wides
     if m:
         with torch.cuda.device_of(x):
             _rows[(m,)](
-                rows, codes, scale, rows.stride(0), largest, floor,
+                rows, codes, scale, rows.stride(0), float(largest), floor,
                 columns=k, FP8=codes.dtype == torch.uint8, BF16=bf16, BLOCK=block, WHOLE=k <= block,
                 num_warps=_warps(block), enable_fp_fusion=False,
             )  # fmt: skip
@@ -260,7 +259,7 @@ def quantize_int4_group(
     if n:
         with torch.cuda.device_of(weight):
             _int4_groups[(n, tiles(groups, together))](
-                rows, packed, scale, k, rows.stride(0), groups, largest, INT4_SCALE_FLOOR,
+                rows, packed, scale, k, rows.stride(0), groups, float(largest), INT4_SCALE_FLOOR,
                 SIZE=group_size, BF16=bf16, SCALE_BF16=scale_dtype == torch.bfloat16, GROUPS=together,
                 num_warps=_warps(together * group_size), enable_fp_fusion=False,
             )  # fmt: skip
