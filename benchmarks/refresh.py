@@ -1,0 +1,136 @@
+"""A refresh of a whole model: export with quantization, then the engine's checked copy, against the bytes it must move.
+
+    python benchmarks/refresh.py [--device cuda] [--layers 36] [--formats fp8_per_channel int8_w8a8]
+
+Learner and engine are bare modules with the layers of Qwen3-8B and random bf16 weights; no transformers model is built.
+``total`` is what a refresh costs without its digest: `export_weights` (quantization, checks for NaN), `write_weights_`
+(copy, change counts, checks) and `pack_`. The floor reads the bf16 weights once and writes the engine's once, at the
+bandwidth of a large copy. Wall times, host work included. ``quantize`` and ``write`` are parts of the total run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from side_by_side import Timer, bandwidth, card
+from torch import nn
+
+from lqrl.engines.digest import tensor_digest
+from lqrl.engines.transaction import addresses, all_tensors, model_digest, write_weights_
+from lqrl.quant import QuantScheme, export_weights
+from lqrl.quant.methods import linear_method
+from lqrl.quant.prepare import convert_, pack_
+from lqrl.quant.scheme import target_modules
+
+QWEN3_8B = {"hidden": 4096, "wide": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 151936}
+TINY = {"hidden": 128, "wide": 256, "heads": 2, "kv_heads": 1, "head_dim": 64, "vocabulary": 512}
+
+
+class Layer(nn.Module):
+    """The weights of one decoder layer, in bf16."""
+
+    def __init__(self, hidden: int, wide: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        shapes = {
+            "q_proj": (hidden, heads * head_dim),
+            "k_proj": (hidden, kv_heads * head_dim),
+            "v_proj": (hidden, kv_heads * head_dim),
+            "o_proj": (heads * head_dim, hidden),
+            "gate_proj": (hidden, wide),
+            "up_proj": (hidden, wide),
+            "down_proj": (wide, hidden),
+        }
+        for name, (k, n) in shapes.items():
+            self.add_module(name, nn.Linear(k, n, bias=False))
+        for name, width in {"norm_1": hidden, "norm_2": hidden, "q_norm": head_dim, "k_norm": head_dim}.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(width)))
+
+
+class Weights(nn.Module):
+    """The weights of a decoder with an untied head."""
+
+    def __init__(self, layers: int, vocabulary: int, hidden: int, **shape: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList([Layer(hidden, **shape) for _ in range(layers)])
+        self.norm = nn.Parameter(torch.ones(hidden))
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+
+
+def weights(layers: int, shape: dict[str, int], device: torch.device) -> Weights:
+    """Random bf16 weights."""
+    with torch.device("meta"):
+        model = Weights(layers, **shape)
+    model = model.to(torch.bfloat16).to_empty(device=device).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    return model
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers."""
+    return sum(t.numel() * t.element_size() for _, t in all_tensors(model))
+
+
+def refresh(learner: nn.Module, engine: nn.Module, scheme: QuantScheme) -> None:
+    """What `TorchEngine.update_weights` does, without the digest."""
+    before = addresses(engine)
+    written = write_weights_(engine, export_weights(learner, scheme, export_dtype=torch.bfloat16))
+    pack_(engine)
+    assert addresses(engine) == before
+    assert written.elements > 0
+
+
+def quantize(learner: nn.Module, scheme: QuantScheme) -> None:
+    """The quantizers alone."""
+    method = linear_method(scheme)
+    for name in target_modules(learner, scheme):
+        method.quantize(learner.get_submodule(name).get_parameter("weight"))
+
+
+def measure(learner: nn.Module, args: argparse.Namespace, name: str, timer: Timer, rate: float) -> str:
+    """One row of the table."""
+    scheme = QuantScheme.preset(name)
+    engine = weights(args.layers, TINY if args.tiny else QWEN3_8B, timer.device)
+    convert_(engine, scheme)
+    total = timer.wall(lambda: refresh(learner, engine, scheme))
+    codes = timer.wall(lambda: quantize(learner, scheme))
+    exported = list(export_weights(learner, scheme, export_dtype=torch.bfloat16))
+    write = timer.wall(lambda: write_weights_(engine, exported))
+    digest = timer.wall(lambda: model_digest(engine))
+    reading = held_bytes(engine) / rate * 1e3
+    floor = (held_bytes(learner) + held_bytes(engine)) / rate * 1e3
+    cells = [f"{ms:8.2f}" for ms in (total, floor, total / floor, codes, write, digest, digest / reading)]
+    return f"| {name:16} | " + " | ".join(cells) + " |"
+
+
+def check_digest(device: torch.device) -> None:
+    """The digest is that of the CPU."""
+    x = torch.randn(1000, 999, generator=torch.Generator().manual_seed(0))
+    assert int(tensor_digest(x)) == int(tensor_digest(x.to(device)))
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--formats", nargs="+", default=["fp8_per_channel", "int8_w8a8"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="small layers, for a rehearsal without a GPU")
+    args = parser.parse_args()
+    timer = Timer(torch.device(args.device), args.repeats)
+    check_digest(timer.device)
+    rate = bandwidth(timer.device)
+    learner = weights(args.layers, TINY if args.tiny else QWEN3_8B, timer.device)
+    print(f"{card(timer.device)}; copy {rate / 1e12:.2f} TB/s; bf16 weights {held_bytes(learner) / 1e9:.2f} GB; ms")
+    columns = ("total", "floor", "ratio", "quantize", "write", "digest", "/ read")
+    print(f"| {'format':16} | " + " | ".join(f"{c:>8}" for c in columns) + " |")
+    print("|---" * 8 + "|")
+    for name in args.formats:
+        print(measure(learner, args, name, timer, rate), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The GPU benchmarks run, small, on a CPU: a script that fails on the rented card costs more."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = {
+    "aligned_linear.py": (["--tokens", "8"], ["| qkv, 8", "| down, 8", "| all, 8"]),
+    "refresh.py": (["--layers", "1"], ["| fp8_per_channel", "| int8_w8a8"]),
+}
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
+    options, wanted = SCRIPTS[script]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--tiny", "--repeats", "1", *options])
+    runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert all(any(line.startswith(row) for line in printed.splitlines()) for row in wanted), printed
