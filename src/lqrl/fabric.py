@@ -12,6 +12,7 @@ from lqrl.callbacks.sampler_feedback import feed_back
 from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
+from lqrl.learner.frozen import without_frozen
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import sum_ratios
@@ -48,7 +49,7 @@ def fit(
     data.setup("fit")
     module.beliefs = data.beliefs
     module.draw_more = data.refill if module.refill is not None else None
-    forward, optimizer = fabric.setup(module, module.optimizer(module.policy.parameters()))
+    forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
     module.build_engines(fabric.device)
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
     if checkpoint is not None and Path(checkpoint).exists():
@@ -83,7 +84,7 @@ def fit(
 
 def _state(module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {
-        "state_dict": module.state_dict(),
+        "state_dict": without_frozen(module, module.state_dict()),
         "optimizer": optimizer.state_dict(),
         "lr_schedulers": [] if scheduler is None else [scheduler.state_dict()],
         "data": data.state_dict(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lqrl.learner.frozen import add_frozen_, frozen_digest
+
 if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
 
@@ -16,6 +18,7 @@ def learner_state(module: PolicyModule) -> dict[str, Any]:
         "policy_version": module.policy_version,
         "iteration": module.iteration,
         "validations": [[version, dict(scores)] for version, scores in module.validation.history],
+        "frozen": frozen_digest(module),
         **run_options(module),
     }
 
@@ -28,6 +31,7 @@ def run_options(module: PolicyModule) -> dict[str, Any]:
         "aligned": module.aligned,
         "dtype": str(module.compute_dtype),
         "uaq_scale": module.uaq_scale,
+        "lora": None if module.lora is None else str(module.lora),
         "temperature": module.sampling.temperature,
         "top_p": module.sampling.top_p,
         "top_k": module.sampling.top_k,
@@ -38,12 +42,15 @@ def run_options(module: PolicyModule) -> dict[str, Any]:
 def check_same_model(module: PolicyModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's learner state, after checking that it is a checkpoint of this model.
 
+    Frozen tensors that it leaves out are added to it, from the configured model.
+
     Raises:
         ValueError: when the file was not written by lqrl, or its tensors are not those of the configured model.
     """
     state = checkpoint.get("lqrl")
     if state is None:
         raise ValueError("this checkpoint was not written by lqrl.learner.PolicyModule: it has no 'lqrl' state")
+    add_frozen_(module, checkpoint)
     ours = {n: tuple(p.shape) for n, p in module.state_dict().items() if n.startswith(PREFIX)}
     theirs = {n: tuple(p.shape) for n, p in checkpoint["state_dict"].items() if n.startswith(PREFIX)}
     odd = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lqrl.algorithms import (
@@ -24,9 +23,11 @@ from lqrl.algorithms import (
 )
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import prompt_data
-from lqrl.engines.base import EngineFactory, EngineSpec, RolloutEngine
+from lqrl.engines.base import EngineFactory, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
+from lqrl.learner.frozen import SentOnce, without_frozen
 from lqrl.learner.options import check_options, check_precision
+from lqrl.learner.policy import build_policy, build_reference, engine_spec
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.learner.update import (
@@ -39,12 +40,11 @@ from lqrl.learner.update import (
     update_policy,
 )
 from lqrl.learner.validation import Validation
-from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import parse_dtype
-from lqrl.modeling.sources import load_tokenizer, resolve_source
-from lqrl.quant import QuantScheme, UpdateAwareScaling, export_weights, prepare_
+from lqrl.modeling.sources import load_tokenizer
+from lqrl.quant import Lora, QuantScheme, export_weights
 from lqrl.rewards import RewardSum
-from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, to_train_batch
+from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, speed_metrics, to_train_batch
 from lqrl.rollouts.collect import Beliefs, DrawMore
 from lqrl.types import ClipRange, Prompt, PromptBatch, Ratio, SamplingParams, TrainBatch
 
@@ -78,6 +78,7 @@ class PolicyModule(L.LightningModule):
         num_minibatches, num_epochs: an iteration has ``num_minibatches * num_epochs`` optimizer steps; a single one is
             on-policy and saves the proximal pass.
         token_budget: most real tokens of one forward and backward pass.
+        lora: train adapters on a frozen base (QeRL) instead of all parameters; checkpoints hold the adapters alone.
         uaq_scale: UAQ's invariant scaling (QuRL), folded once after loading; 1 is off, the paper uses 1.5.
         max_staleness: how many versions the engine may lag.
         val_samples: completions of each validation prompt.
@@ -112,6 +113,7 @@ class PolicyModule(L.LightningModule):
         num_minibatches: int = 1,
         num_epochs: int = 1,
         token_budget: int = 16384,
+        lora: Lora | None = None,
         uaq_scale: float = 1.0,
         max_staleness: int = 0,
         val_samples: int = 8,
@@ -128,7 +130,7 @@ class PolicyModule(L.LightningModule):
         self.clip_range, self.sampling, self.budget, self.refill = clip_range, sampling, budget, refill
         self.optimizer, self.lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
         self.num_minibatches, self.num_epochs, self.token_budget = num_minibatches, num_epochs, token_budget
-        self.uaq_scale, self.max_staleness = uaq_scale, max_staleness
+        self.lora, self.uaq_scale, self.max_staleness = lora, uaq_scale, max_staleness
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
         self.seed = seed
         check_options(self)
@@ -137,6 +139,7 @@ class PolicyModule(L.LightningModule):
         self.draw_more: DrawMore | None = None
         self.beliefs: Beliefs | None = None
         self.shipped: dict[str, tuple[int, ...]] = {}
+        self.sent_once: SentOnce | None = None
         self.full_engine: RolloutEngine | None = None
         self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict
         self._reference: list[Scorer] = []
@@ -145,48 +148,27 @@ class PolicyModule(L.LightningModule):
     # ---------------------------------------------------------------- building
 
     def configure_model(self) -> None:
-        """Load the policy, fold UAQ, swap the linears; once."""
+        """Load the tokenizer and build the policy, once; see `lqrl.learner.policy.build_policy`."""
         if self._scorer:
             return
-        policy = load_model(resolve_source(self.model_name), dtype=self.master_dtype)
-        self.tokenizer = load_tokenizer(self.model_name)
-        folded = UpdateAwareScaling(self.uaq_scale).fold_(policy) if self.uaq_scale != 1.0 else 0
-        swapped = (
-            prepare_(policy, self.scheme, export_dtype=self.compute_dtype)
-            if self.aligned and self.scheme.quantizes
-            else []
-        )
-        policy.train()
-        self.policy = policy
-        self._scorer = [Scorer(policy, self.sampling.temperature, self.compute_dtype)]
-        rank_zero_info(
-            f"policy {self.model_name}: {sum(p.numel() for p in policy.parameters()):,} parameters, rollouts in "
-            f"{self.scheme.name}, {len(swapped)} aligned linear layers, {folded} scaled by UAQ"
-        )
+        self.policy, self.tokenizer = build_policy(self), load_tokenizer(self.model_name)
+        self._scorer = [Scorer(self.policy, self.sampling.temperature, self.compute_dtype)]
 
     def build_engines(self, device: torch.device) -> None:
         """Build the rollout engine, the full-precision one if validation asks for it, and the reference policy."""
         self.configure_model()
         if "engine" in vars(self):
             return
-        self.engine = self.engine_factory(self.engine_spec(device, self.scheme))
+        self.engine = self.engine_factory(engine_spec(self, device, self.scheme))
         if self.validate_full_precision:
-            self.full_engine = self.engine_factory(self.engine_spec(device, QuantScheme.preset("none")))
+            self.full_engine = self.engine_factory(engine_spec(self, device, QuantScheme.preset("none")))
         if self.kl is not None:
-            reference = load_model(resolve_source(self.model_name), dtype=self.compute_dtype, device=device).eval()
-            self._reference = [Scorer(reference.requires_grad_(False), self.sampling.temperature, self.compute_dtype)]
+            self._reference = [build_reference(self, device)]
 
-    def engine_spec(self, device: torch.device, scheme: QuantScheme) -> EngineSpec:
-        """What the engine factory is given."""
-        config = self.policy.config
-        return EngineSpec(
-            config=config,
-            scheme=scheme,
-            dtype=self.compute_dtype,
-            device=device,
-            max_model_len=int(config.max_position_embeddings),
-            eos_token_ids=self.eos_token_ids,
-        )
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether the rollout engine holds adapters beside the base, rather than merged weights."""
+        return self.lora is not None and self.lora.refresh == "adapter"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -242,7 +224,12 @@ class PolicyModule(L.LightningModule):
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()
-        metrics = {**sum_ratios([rollout_metrics(rollouts)], self.device), **credit, **learned, **self.speed(rollouts)}
+        metrics = {
+            **sum_ratios([rollout_metrics(rollouts)], self.device),
+            **credit,
+            **learned,
+            **speed_metrics(rollouts),
+        }
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=len(batch))
         self.log_dict(
             {short: metrics[name] for short, name in SHOWN.items() if name in metrics},
@@ -360,24 +347,20 @@ class PolicyModule(L.LightningModule):
         pad = self.tokenizer.pad_token_id
         return pad if isinstance(pad, int) else self.eos_token_ids[0]
 
-    def exported_weights(self, scheme: QuantScheme | None = None) -> Any:
-        """What an engine of ``scheme`` (the module's own by default) loads."""
-        return export_weights(self.policy, scheme or self.scheme, export_dtype=self.compute_dtype)
+    def exported_weights(self, scheme: QuantScheme | None = None, skip: Collection[str] = ()) -> Any:
+        """What an engine of ``scheme`` loads, adapters merged; by default what the rollout engine does."""
+        wanted, apart = scheme or self.scheme, scheme is None and self.sends_adapters
+        return export_weights(self.policy, wanted, export_dtype=self.compute_dtype, adapters=apart, skip=skip)
 
-    def speed(self, rollouts: Rollouts) -> dict[str, float]:
-        """Seconds and tokens per second of generation on this rank."""
-        generate = max(rollouts.seconds["generate"], 1e-9)
-        return {
-            "speed/rollout_tokens_per_second": rollouts.generated_tokens / generate,
-            "speed/generate_seconds": rollouts.seconds["generate"],
-            "speed/reward_seconds": rollouts.seconds["reward"],
-        }
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer gets: all of the policy's, or adapters and norms."""
+        return [p for p in self.policy.parameters() if p.requires_grad]
 
     # ---------------------------------------------------------------- Lightning's hooks
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over the policy's parameters and the schedule over iterations."""
-        optimizer = self.optimizer(self.policy.parameters())
+        """The optimizer over the trained parameters and the schedule over iterations."""
+        optimizer = self.optimizer(self.trained_parameters())
         if self.lr_scheduler is None:
             return optimizer
         scheduler = self.lr_scheduler(optimizer)
@@ -386,8 +369,9 @@ class PolicyModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the parameters do not say: version, iteration, format, model."""
+        """Add what the parameters do not say: version, iteration, format, model; leave out what is frozen."""
         checkpoint["lqrl"] = learner_state(self)
+        checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model or format, then restore version and iteration."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lqrl.engines.base import NamedTensors, RolloutEngine, WeightStage
+from lqrl.engines.base import Digests, NamedTensors, RolloutEngine, WeightStage
+from lqrl.learner.frozen import SentOnce, frozen_stamp, note_frozen
 from lqrl.learner.module import PolicyModule
 from lqrl.quant import QuantScheme
 from lqrl.types import RefreshReport
@@ -31,10 +32,7 @@ def refresh_engines(
     """
     version, stamp, report = module.policy_version, weights_stamp(module), None
     if module.engine.policy_version != version or module.shipped.get("rollout") != stamp:
-        weights: NamedTensors = module.exported_weights()
-        for stage in stages:
-            weights = stage(weights, policy_version=version)
-        report = _ship(module.engine, weights, version)
+        report = _ship_rollout(module, stages, version)
         module.shipped["rollout"] = stamp
     full = module.full_engine
     if full_precision and full is not None and (full.policy_version != version or module.shipped.get("full") != stamp):
@@ -48,7 +46,28 @@ def weights_stamp(module: PolicyModule) -> tuple[int, ...]:
     return tuple(p._version for p in module.policy.parameters())
 
 
+def _ship_rollout(module: PolicyModule, stages: Sequence[WeightStage], version: int) -> RefreshReport:
+    """Everything; or, once a policy with adapters has been sent whole, all but its frozen matrices."""
+    base = frozen_stamp(module.policy) if module.sends_adapters else ()
+    sent, noted = module.sent_once, {}
+    # An engine of version -1 holds nothing that can be relied on.
+    if sent is not None and sent.stamp == base and module.engine.policy_version >= 0:
+        frozen, weights = sent.digests, module.exported_weights(skip=sent.digests.keys())
+    else:
+        frozen, weights = None, module.exported_weights()
+        if module.sends_adapters:
+            weights = note_frozen(weights, module.policy, noted)
+    for stage in stages:
+        weights = stage(weights, policy_version=version)
+    report = _ship(module.engine, weights, version, frozen)
+    if noted:
+        module.sent_once = SentOnce(base, noted)
+    return report
+
+
 @torch.no_grad()
-def _ship(engine: RolloutEngine, weights: NamedTensors, version: int) -> RefreshReport:
+def _ship(engine: RolloutEngine, weights: NamedTensors, version: int, frozen: Digests | None = None) -> RefreshReport:
     engine.wake()
-    return engine.update_weights(weights, policy_version=version)
+    if frozen is None:
+        return engine.update_weights(weights, policy_version=version)
+    return engine.update_weights(weights, policy_version=version, frozen=frozen)

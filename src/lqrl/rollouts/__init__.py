@@ -2,7 +2,7 @@
 
 from lqrl.rollouts.batching import microbatches, minibatches, pad_rollouts, to_train_batch
 from lqrl.rollouts.collect import Refill, Rollouts, check_fresh, collect
-from lqrl.rollouts.stats import rollout_metrics
+from lqrl.rollouts.stats import rollout_metrics, speed_metrics
 
 __all__ = [
     "Refill",
@@ -13,5 +13,6 @@ __all__ = [
     "minibatches",
     "pad_rollouts",
     "rollout_metrics",
+    "speed_metrics",
     "to_train_batch",
 ]

@@ -32,3 +32,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
     metrics["rollout/equal_reward_fraction"] = Ratio(torch.tensor(float(flat)).double(), groups)
     metrics["rollout/rounds"] = Ratio(torch.tensor(float(rollouts.rounds)).double(), torch.tensor(1.0).double())
     return metrics
+
+
+def speed_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Seconds, and tokens per second of generation, on this rank."""
+    generate = max(rollouts.seconds["generate"], 1e-9)
+    return {
+        "speed/rollout_tokens_per_second": rollouts.generated_tokens / generate,
+        "speed/generate_seconds": rollouts.seconds["generate"],
+        "speed/reward_seconds": rollouts.seconds["reward"],
+    }
