@@ -17,7 +17,7 @@ from torch import Tensor
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.modeling.backbone import load_model
-from lqrl.quant import QuantScheme, export_weights, prepare_, target_modules
+from lqrl.quant import Lora, QuantScheme, add_adapters_, export_weights, prepare_, target_modules
 from lqrl.quant.checkpoint import (
     full_precision_config,
     holds_codes,
@@ -36,7 +36,7 @@ from lqrl.quant.compressed_format import (
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.methods import linear_method
 from lqrl.quant.scheme import PRESETS, TensorFormat
-from lqrl.testing.models import tiny_config
+from lqrl.testing.models import tiny_config, tiny_moe_config
 from lqrl.types import Prompt, SamplingParams
 
 REFUSED = ["int4_w4a4", "nf4", "none", "nvfp4_w4a4"]
@@ -281,6 +281,34 @@ def test_scales_of_other_writers_are_widened_and_shaped():
 def test_a_format_that_no_checkpoint_holds_is_refused_with_the_way_out(name):
     with pytest.raises(ValueError, match=rf"'{name}'.*full precision"):
         checkpoint_format(PRESETS[name])
+
+
+def test_stacked_experts_and_adapters_beside_the_codes_are_refused_by_name(tmp_path):
+    scheme = QuantScheme.preset("int8_w8a8")
+    experts = load_model(tiny_moe_config(), dtype=torch.float32, seed=0)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts stacks the weights of experts"):
+        save_quantized(experts, scheme, tmp_path, export_dtype=torch.float32)
+    pytest.importorskip("peft")
+    policy = built(scheme, torch.float32)
+    add_adapters_(policy, Lora(r=2), export_dtype=torch.float32, seed=0)
+    with pytest.raises(ValueError, match=r"q_proj computes with its codes and an adapter.*refresh='merge'"):
+        save_quantized(policy, scheme, tmp_path, export_dtype=torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_merged_adapters_are_exported_as_they_are_served(tmp_path):
+    pytest.importorskip("peft")
+    scheme = QuantScheme.preset("int4_w4a16_g32")
+    policy = built(scheme, torch.float32)
+    add_adapters_(policy, Lora(r=2, refresh="merge"), export_dtype=torch.float32, seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    save_quantized(policy, scheme, tmp_path, export_dtype=torch.float32)
+    sent, read = dict(export_weights(policy, scheme, export_dtype=torch.float32)), dict(load_quantized(tmp_path)[1])
+    assert sent.keys() == read.keys()
+    assert all(torch.equal(bits(read[n]), bits(t)) for n, t in sent.items())
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from lqrl.callbacks.run_folder import run_folder
 from lqrl.learner.module import PolicyModule
 from lqrl.modeling.precision import parse_dtype
 from lqrl.quant import QuantScheme
-from lqrl.quant.checkpoint import save_quantized
-from lqrl.quant.compressed_format import checkpoint_format
+from lqrl.quant.checkpoint import check_exportable, save_quantized
 
 
 class HFExport(L.Callback):
@@ -36,15 +35,15 @@ class HFExport(L.Callback):
         """Where the export in full precision goes."""
         return Path(self.directory) if self.directory else run_folder(trainer) / "hf"
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse before training what could not be exported after it.
 
         Raises:
-            ValueError: when ``quantized`` is set and no checkpoint holds the scheme.
+            ValueError: when ``quantized`` is set and no checkpoint holds the scheme or the model.
         """
         assert isinstance(pl_module, PolicyModule)
         if self.quantized:
-            checkpoint_format(pl_module.scheme)
+            check_exportable(pl_module.policy, pl_module.scheme)
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -19,14 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.quant.compressed_format import (
+    INSTEAD,
     METHOD,
+    checkpoint_format,
     parse_quantization_config,
     quantization_config,
     shipped_tensors,
     stored_tensors,
 )
 from lqrl.quant.kv import SCALE_NAMES
+from lqrl.quant.lora import AdaptedLinear
 from lqrl.quant.methods import LinearMethod, linear_method
+from lqrl.quant.moe import holds_stacked_weights
 from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import PRESETS, QuantScheme, target_modules
 
@@ -64,20 +68,14 @@ def save_quantized(
         max_shard_bytes: a file is closed before it would exceed this; a tensor is never split.
 
     Raises:
-        ValueError: when the scheme cannot be held or a weight is not finite; see `export_weights`.
-        NotImplementedError: for a model with stacked expert weights.
+        ValueError: see `check_exportable`, and `export_weights` for weights that are not finite.
     """
+    check_exportable(model, scheme)
     target = Path(directory)
     targets = target_modules(model, scheme)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in set(targets)]
     head = [name for name in targets if model.get_submodule(name) is model.get_output_embeddings()]
     settings = quantization_config(scheme, ignored, [*head, "Linear"])  # vLLM's head is no "Linear": it needs its name
-    stacked = next((name for name, p in model.named_parameters() if p.ndim > 2), None)
-    if stacked is not None:
-        raise NotImplementedError(
-            f"{stacked} stacks the weights of several layers, which such a checkpoint names one by one; export in full "
-            f"precision (HFExport(quantized=False))"
-        )
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], export_dtype
     config.quantization_config = settings
@@ -90,6 +88,25 @@ def save_quantized(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(target)
     config.save_pretrained(target)
+
+
+def check_exportable(model: nn.Module, scheme: QuantScheme) -> None:
+    """Refuse before training what `save_quantized` could not write after it.
+
+    Raises:
+        ValueError: when no checkpoint holds the scheme, or the model has stacked experts or adapters beside its codes.
+    """
+    checkpoint_format(scheme)
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            raise ValueError(
+                f"{name} computes with its codes and an adapter, of which such a checkpoint holds the codes alone; "
+                f"train with Lora(refresh='merge'), or {INSTEAD}"
+            )
+        if holds_stacked_weights(module):
+            raise ValueError(
+                f"{name} stacks the weights of experts, which such a checkpoint names one by one; {INSTEAD}"
+            )
 
 
 def _stored(

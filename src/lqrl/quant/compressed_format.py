@@ -26,8 +26,7 @@ _SCALE_DTYPES = {"fp8_e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 _BLOCK = [128, 128]
 KV_STATIC = TensorFormat("fp8_e4m3", "tensor")
 """The one cache format that belongs to a checkpoint; those with scales per token are an option of the engine."""
-_LAYER = ("weight", "weight_packed", "weight_scale", "weight_global_scale")
-_INSTEAD = "export it in full precision (HFExport(quantized=False))"
+INSTEAD = "export it in full precision (HFExport(quantized=False))"
 
 
 def checkpoint_format(scheme: QuantScheme) -> str:
@@ -38,15 +37,15 @@ def checkpoint_format(scheme: QuantScheme) -> str:
     """
     weight, activation = scheme.weight, scheme.activation
     if weight is None:
-        raise ValueError(f"scheme {scheme.name!r} quantizes no weights; {_INSTEAD}")
+        raise ValueError(f"scheme {scheme.name!r} quantizes no weights; {INSTEAD}")
     if weight.dtype == "nf4":
         raise ValueError(
-            f"scheme {scheme.name!r}: nf4 is a format of bitsandbytes, not of compressed-tensors; {_INSTEAD}"
+            f"scheme {scheme.name!r}: nf4 is a format of bitsandbytes, not of compressed-tensors; {INSTEAD}"
         )
     if activation is not None and activation.dtype == "int4":
         raise ValueError(
             f"scheme {scheme.name!r}: compressed-tensors rounds int4 activations to amax / 7.5 in [-8, 7], lqrl to "
-            f"amax / 7 in [-7, 7], which is another policy at 15 levels; {_INSTEAD}"
+            f"amax / 7 in [-7, 7], which is another policy at 15 levels; {INSTEAD}"
         )
     if weight.dtype in _INTEGERS:
         return "int-quantized" if weight.dtype == "int8" and activation is not None else "pack-quantized"
@@ -57,7 +56,7 @@ def checkpoint_format(scheme: QuantScheme) -> str:
     if activation is not None:
         raise ValueError(
             f"scheme {scheme.name!r}: a compressed-tensors checkpoint of nvfp4 activations holds one calibrated global "
-            f"scale a layer, and lqrl computes one a token; {_INSTEAD}, or train with nvfp4_w4a16"
+            f"scale a layer, and lqrl computes one a token; {INSTEAD}, or train with nvfp4_w4a16"
         )
     return "nvfp4-pack-quantized"
 
@@ -180,15 +179,8 @@ def stored_tensors(name: str, tensor: Tensor, scheme: QuantScheme) -> Iterator[t
     """What a checkpoint holds of one tensor that a quantized layer ships, by last names.
 
     Codes of ``pack-quantized`` become ``weight_packed`` and ``weight_shape``; the others stay as they are.
-
-    Raises:
-        NotImplementedError: for what no such checkpoint holds, such as an adapter.
     """
     assert scheme.weight is not None
-    if name not in _LAYER:
-        raise NotImplementedError(
-            f"a compressed-tensors checkpoint has no {name} beside a layer's codes: merge adapters first, or {_INSTEAD}"
-        )
     packs = checkpoint_format(scheme) == "pack-quantized"
     if packs and name == "weight":
         yield "weight_packed", pack_codes(tensor, _BITS[scheme.weight.dtype])
