@@ -230,7 +230,7 @@ def test_a_config_names_them_by_class_path():
         {"class_path": "lqrl.quant.SmoothQuant", "init_args": {"alpha": 0.6, "tokens": [[1, 2], [3]]}},
         {"class_path": "lqrl.quant.UpdateAwareScaling"},
     ]
-    built = parser.instantiate_classes(parser.parse_args(["--transforms", json.dumps(values)])).transforms
+    built = parser.instantiate(parser.parse_args(["--transforms", json.dumps(values)])).transforms
     assert built == [HadamardRotation(3), SmoothQuant(0.6, ((1, 2), (3,))), UpdateAwareScaling(1.5)]
 
 
