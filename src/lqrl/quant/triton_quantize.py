@@ -71,20 +71,21 @@ def _row_codes(x, scale, factor, bad, FP8: tl.constexpr):
 
 @triton.jit
 def _rows(
-    x_ptr, codes_ptr, scale_ptr, stride, largest, floor,
-    columns: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, columns, stride, largest, floor,
+    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """One row; ``REST`` further parts of it are read twice."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     codes_ptr += row * columns
     offsets = tl.arange(0, BLOCK)
     x = _values(x_ptr + offsets, offsets < columns, BF16)
     amax, bad = _finite_amax(x, 0)
-    if not WHOLE:
-        for start in range(BLOCK, columns, BLOCK):
-            part, part_bad = _finite_amax(_values(x_ptr + start + offsets, start + offsets < columns, BF16), 0)
-            amax = tl.maximum(amax, part)
-            bad = bad | part_bad
+    for index in range(REST):
+        part = (index + 1) * BLOCK + offsets
+        part_amax, part_bad = _finite_amax(_values(x_ptr + part, part < columns, BF16), 0)
+        amax = tl.maximum(amax, part_amax)
+        bad = bad | part_bad
     if FP8:
         scale = _fp8_scale(amax, bad, floor)
         factor = scale
@@ -92,11 +93,10 @@ def _rows(
         scale, factor = _int8_scales(amax, bad, largest, floor)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + offsets, _row_codes(x, scale, factor, bad, FP8), mask=offsets < columns)
-    if not WHOLE:
-        for start in range(BLOCK, columns, BLOCK):
-            mask = start + offsets < columns
-            x = _values(x_ptr + start + offsets, mask, BF16)
-            tl.store(codes_ptr + start + offsets, _row_codes(x, scale, factor, bad, FP8), mask=mask)
+    for index in range(REST):
+        part = (index + 1) * BLOCK + offsets
+        x = _values(x_ptr + part, part < columns, BF16)
+        tl.store(codes_ptr + part, _row_codes(x, scale, factor, bad, FP8), mask=part < columns)
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def _quantize_rows(x: Tensor, codes: Tensor, largest: float, floor: float, wides
     if m:
         with torch.cuda.device_of(x):
             _rows[(m,)](
-                rows, codes, scale, rows.stride(0), float(largest), floor,
-                columns=k, FP8=codes.dtype == torch.uint8, BF16=bf16, BLOCK=block, WHOLE=k <= block,
+                rows, codes, scale, k, rows.stride(0), float(largest), float(floor),
+                FP8=codes.dtype == torch.uint8, BF16=bf16, BLOCK=block, REST=tiles(k, block) - 1,
                 num_warps=_warps(block), enable_fp_fusion=False,
             )  # fmt: skip
     return scale

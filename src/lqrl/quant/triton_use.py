@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ TENSOR_CORES_FP8 = (8, 9)
 
 @functools.cache
 def available() -> bool:
-    """Whether Triton can be imported and ``LQRL_TRITON`` is not 0; the answer is logged once."""
+    """Whether Triton can work here and ``LQRL_TRITON`` is not 0; the answer is logged once.
+
+    Triton compiles its launchers with the host's C compiler.
+    """
     if os.environ.get(VARIABLE) == "0":
         log.info("%s=0: low-bit kernels run as eager torch operations", VARIABLE)
         return False
@@ -27,6 +31,9 @@ def available() -> bool:
         version = importlib.import_module("triton").__version__
     except ImportError:
         log.info("triton is not installed: low-bit kernels run as eager torch operations, with the same results")
+        return False
+    if not any(os.environ.get("CC") or shutil.which(name) for name in ("gcc", "clang")):
+        log.info("triton finds no C compiler: low-bit kernels run as eager torch operations, with the same results")
         return False
     log.info("low-bit kernels run through triton %s", version)
     return True
