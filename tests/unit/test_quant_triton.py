@@ -130,3 +130,38 @@ def test_weight_only_layers_multiply_the_dequantized_weight(name, m, device):
     y = method.linear(x, operands, bias)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), exact + bias.double(), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_offsets_beyond_32_bits():
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    from lqrl.engines import triton_copy, triton_digest
+    from lqrl.quant import triton_int8
+
+    m, k = 2**31 // 4096 + 8, 4096
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+    x[-3:].normal_()
+    for quantize in (rows.quantize_int8_token, rows.quantize_fp8_token, rows.quantize_fp8_group):
+        codes, scale = quantize(x)
+        last, last_scale = quantize(x[-3:])
+        assert torch.equal(codes[-3:].float(), last.float())
+        assert torch.equal(scale[-3:], last_scale)
+    codes, scale = rows.quantize_int8_token(x[:, :64])
+    weight, weight_scale = rows.quantize_int8_channel(torch.randn(4096, 64, device="cuda"))
+    for tile in (triton_int8.Tile(128, 128, 64, 8, 3), triton_int8.Tile(128, 128, 64, 8, 3, tma=True)):
+        y = triton_int8.gemm(codes, weight, weight_scale, scale, None, torch.bfloat16, tile)
+        last = triton_int8.gemm(codes[-3:], weight, weight_scale, scale[-3:], None, torch.bfloat16, tile)
+        assert torch.equal(y[-3:], last)
+        assert last.any()
+    del y
+    target, flags = torch.zeros_like(x), torch.zeros(2, dtype=torch.int64, device="cuda")
+    triton_copy.counted_copy_(target, x, flags)
+    assert flags.tolist() == [torch.count_nonzero(x[-3:]).item(), 0]
+    assert torch.equal(target[-3:], x[-3:])
+    words = x.view(torch.int64).flatten()  # a digest of words, and of the same words in another order
+    swapped = words.clone()
+    swapped[[-1, -2]] = swapped[[-2, -1]]
+    first, second = triton_digest.tensor_digests([words, swapped]).tolist()
+    assert first != second
