@@ -20,6 +20,10 @@ Product = Callable[[Tensor], Tensor]
 """A head that is not a plain matrix (low-bit codes): hidden states ``[N, H]`` to fp32 logits ``[N, V]``, row by row."""
 
 
+Normalize = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Fp32 logits ``[N, V]``, targets ``[N]`` and a temperature to log-probs and log-partitions ``[N]``, row by row."""
+
+
 class LogprobsAndEntropy(NamedTuple):
     """Log-probs ``[N]`` (differentiable) and entropies ``[N]`` in nats (detached) of the same distributions."""
 
@@ -60,6 +64,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     product: Product | None = None,
+    normalize: Normalize | None = None,
 ) -> Tensor:
     """Log-probability of each target under ``softmax(head_logits(hidden, weight) / temperature)``.
 
@@ -73,6 +78,7 @@ def chunked_logprobs(
         temperature: divides the logits; 0 (greedy sampling) means 1.
         chunk_size: rows of a chunk; ``None`` bounds a chunk at 2**27 logits.
         product: computes the logits in place of `head_logits`; the backward is straight-through, on ``weight``.
+        normalize: computes the log-probs from the logits in the place of ``logsumexp``.
 
     Returns:
         ``[N]`` float32 (float64 when an operand is).
@@ -81,7 +87,7 @@ def chunked_logprobs(
         ValueError: when shapes do not fit, or ``temperature`` or ``chunk_size`` is out of range.
     """
     _check(hidden, weight, targets, temperature, chunk_size)
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False, product)[0]
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False, product, normalize)[0]
 
 
 def logprobs_with_entropy(
@@ -92,11 +98,12 @@ def logprobs_with_entropy(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     product: Product | None = None,
+    normalize: Normalize | None = None,
 ) -> LogprobsAndEntropy:
     """`chunked_logprobs` and, in the same pass, the entropy of each row's distribution; arguments as there."""
     _check(hidden, weight, targets, temperature, chunk_size)
     return LogprobsAndEntropy(
-        *_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True, product)
+        *_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True, product, normalize)
     )
 
 
@@ -111,6 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_size: int | None,
         with_entropy: bool,
         product: Product | None,
+        normalize: Normalize | None,
     ) -> tuple[Tensor, Tensor]:
         wide = _operand(weight)
         dtype = _accumulator(hidden, weight)
@@ -118,9 +126,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_partition = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs if with_entropy else logprobs[:0])
         for rows in _chunks(len(targets), len(weight), chunk_size):
-            logits = _scaled_logits(hidden[rows], wide, temperature, product)
-            log_partition[rows] = logits.logsumexp(1)
-            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_partition[rows]
+            logits = head_logits(hidden[rows], wide) if product is None else product(hidden[rows])
+            if normalize is not None:
+                logprobs[rows], log_partition[rows] = normalize(logits, targets[rows], temperature)
+                logits = _tempered_(logits, temperature)
+            else:
+                logits = _tempered_(logits, temperature)
+                log_partition[rows] = logits.logsumexp(1)
+                logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_partition[rows]
             if with_entropy:
                 probs = torch.sub(logits, log_partition[rows, None]).exp_()
                 entropy[rows] = log_partition[rows] - probs.mul_(logits).sum(1)
@@ -141,7 +154,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets), len(weight), ctx.chunk_size):
             # d logprob / d logits = (onehot - softmax) / temperature, built in the logits' own storage.
             scale = (grad_outputs[0][rows] / ctx.temperature).unsqueeze(1)
-            d_logits = _scaled_logits(hidden[rows], wide, ctx.temperature, ctx.product)
+            d_logits = head_logits(hidden[rows], wide) if ctx.product is None else ctx.product(hidden[rows])
+            d_logits = _tempered_(d_logits, ctx.temperature)
             d_logits.sub_(log_partition[rows, None]).exp_().mul_(-scale)
             d_logits.scatter_add_(1, targets[rows, None], scale.to(dtype))
             d_logits = d_logits.to(torch.promote_types(hidden.dtype, wide.dtype))
@@ -149,11 +163,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_hidden[rows] = wide_matmul(d_logits, wide).to(hidden.dtype)
             if d_weight is not None:
                 d_weight += wide_matmul(d_logits.T, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *([None] * 6)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, product: Product | None) -> Tensor:
-    logits = head_logits(hidden, weight) if product is None else product(hidden)
+def _tempered_(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 

@@ -43,6 +43,8 @@ class EngineSpec:
         max_model_len: longest prompt plus completion.
         eos_token_ids: end a completion.
         lora: adapters that the engine holds beside its weights; ``None`` for a policy without, or one that is merged.
+        exact: log-probs whose bits depend on nothing but the tokens, equal to the learner's (see
+            `lqrl.modeling.exact`); an engine that cannot raises ``NotImplementedError``.
     """
 
     config: PretrainedConfig
@@ -52,6 +54,7 @@ class EngineSpec:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     lora: Lora | None = None
+    exact: bool = False
 
 
 class RolloutEngine(ABC):

@@ -12,6 +12,8 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.lean import LeanDecoder
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
+from lqrl.modeling.exact import exact_engine_
+from lqrl.quant import exact
 from lqrl.quant.adapters import attach_adapters_
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
@@ -26,7 +28,9 @@ class Decoder:
     Attributes:
         model: the module; its parameters need no gradient.
         head: ``[V, H]`` weight of the output head as the head multiplies it: off CUDA a 16-bit weight is kept a
-            second time in fp32, which the product would otherwise make in every step. ``None`` for a low-bit head.
+            second time in fp32, which the product would otherwise make in every step; in exact mode in the exact
+            kernel's layout. ``None`` for a low-bit head.
+        exact: see `EngineSpec`.
         shapes: heads and widths of each attention layer.
         vocabulary: rows of the output head.
         device: where the model is.
@@ -44,6 +48,9 @@ class Decoder:
             if spec.lora is not None:
                 attach_adapters_(self.model, spec.lora, adapted)
             prepare_kv_(self.model, spec.scheme)
+            self.exact = spec.exact
+            if spec.exact:
+                exact_engine_(self.model)
             self.model.requires_grad_(False)
             self.model.eval()
             head = self.model.get_output_embeddings()
@@ -51,6 +58,8 @@ class Decoder:
             self.head: Tensor | None = weight
             if self._low_bit_head is not None:
                 self.head = None
+            elif spec.exact:
+                self.head = exact.pack(weight)
             elif not weight.is_cuda and weight.dtype != torch.float32:
                 self.head = weight.float()
         self.lean: LeanDecoder | None = None
@@ -68,13 +77,17 @@ class Decoder:
         if self._low_bit_head is not None:
             return self._low_bit_head.logits(hidden)
         assert self.head is not None
+        if self.exact:
+            return exact.linear(hidden, self.head, dtype=torch.float32)
         return head_logits(hidden, self.head)
 
     @torch.no_grad()
     def refresh_derived(self) -> None:
         """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place."""
         pack_(self.model)
-        if self.head is not None:
+        if self.head is not None and self.exact:
+            exact.pack(output_weight(self.model), self.head)
+        elif self.head is not None:
             self.head.copy_(output_weight(self.model))
         if not self._chosen:
             self._choose()
@@ -89,13 +102,13 @@ class Decoder:
         def run(decoder: LeanDecoder | None) -> Tensor:
             self.lean = decoder
             with torch.autocast(device.type, enabled=False):
-                return self(tokens, positions, PackedContext(lengths, device))
+                return self(tokens, positions, PackedContext(lengths, device, exact=self.exact))
 
         expected = run(None)
         if not bool(expected.isfinite().all()):
             return  # weights that compute nothing decide nothing
         self._chosen, reason = True, "another result"
-        for fused_norms in (True, False):
+        for fused_norms in (False,) if self.exact else (True, False):
             try:
                 candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms)
             except NotImplementedError as error:

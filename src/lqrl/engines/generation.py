@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.decoder import Decoder
-from lqrl.engines.sampling import Sampled, sample, sample_keys, uniforms
+from lqrl.engines.sampling import Sampled, sample, sample_exact, sample_keys, uniforms
 from lqrl.engines.slots import DecodeContext, PrefillContext, SlotCache
 from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -267,7 +267,7 @@ class Generation:
     def _draw(self, logits: Tensor, at: Tensor) -> Sampled:
         """Sample, and store the results at flat places ``at`` ``[R]``."""
         uniform = None if self._uniforms is None else self._uniforms.index_select(0, at)
-        drawn = sample(logits, uniform, self._params)
+        drawn = (sample_exact if self._decoder.exact else sample)(logits, uniform, self._params)
         self._tokens.index_copy_(0, at, drawn.tokens)
         self._logprobs.index_copy_(0, at, drawn.logprobs)
         if drawn.log_mass is not None:

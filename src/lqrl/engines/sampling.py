@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lqrl.quant import exact
 from lqrl.types import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
@@ -124,6 +125,24 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sa
     tokens, total = draw(weights, _given(uniform))
     chosen = logits.gather(1, tokens[:, None]) - largest
     return Sampled(tokens, chosen.squeeze(1) - total.log().float(), None)
+
+
+def sample_exact(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
+    """`sample` with log-probs that are the learner's in exact mode, as bits: ``logprobs + log_mass`` of each token.
+
+    Arguments and result as for `sample`. A row's token and log-prob depend on its logits and uniform alone.
+    """
+    temperature = params.temperature or 1.0
+    if not params.truncates:
+        tokens, rows = exact.sample(logits, _given(uniform) if params.temperature else None, temperature)
+        return Sampled(tokens, exact.token_logprobs(logits, tokens, temperature, rows), None)
+    drawn = sample(logits, uniform, params)
+    rows = exact.normalizer(logits, temperature)
+    full = exact.token_logprobs(logits, drawn.tokens, temperature, rows)
+    assert drawn.log_mass is not None
+    # One of these differences is exact whatever the numbers are, so that the sum of both parts is `full` again.
+    logprobs = full - torch.maximum(drawn.log_mass, full)
+    return Sampled(drawn.tokens, logprobs, full - logprobs)
 
 
 def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams, few: bool = True) -> Sampled:

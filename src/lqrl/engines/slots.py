@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lqrl.modeling.attention import AttentionContext, PackedContext, decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.quant import exact
 from lqrl.quant.kv import KVCacheMethod
 
 
@@ -24,6 +25,7 @@ class SlotCache:
         device: where they live.
         method: the cache's low-bit format, or ``None``.
         scales: calibrated scale of each layer's keys and values, read when they are used.
+        exact: attention over the cache is exact, see `lqrl.modeling.exact`.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class SlotCache:
         device: torch.device,
         method: KVCacheMethod | None = None,
         scales: Sequence[tuple[Tensor, Tensor]] = (),
+        exact: bool = False,
     ) -> None:
         self.shapes = list(shapes)
         self.dtype = dtype
         self.device = device
+        self.exact = exact
         self.slots = 0
         self.length = 0
         self._method = method
@@ -148,7 +152,7 @@ class PrefillContext(PackedContext):
     """
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], slots: Sequence[int]) -> None:
-        super().__init__(lengths, cache.device, cache.seen)
+        super().__init__(lengths, cache.device, cache.seen, cache.exact)
         counts = torch.tensor(lengths)
         self.position_ids = torch.cat([torch.arange(n) for n in lengths]).to(cache.device)
         self.last = (counts.cumsum(0) - 1).to(cache.device)
@@ -186,6 +190,7 @@ class DecodeContext(AttentionContext):
         self._rows: dict[int, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
         self._open = live_bias(positions, cache.length, dtype)
+        self._sequences: Tensor | None = None
 
     def advance(self) -> None:
         """Go to the next token of every slot."""
@@ -194,6 +199,7 @@ class DecodeContext(AttentionContext):
         for rows in self._rows.values():
             rows += 1
         self._bias.clear()
+        self._sequences = None
         self._open.view(-1, self._cache.length).scatter_(1, self._positions[:, None], 0)
 
     def attend(
@@ -203,10 +209,15 @@ class DecodeContext(AttentionContext):
         heads = k.shape[1]
         if heads not in self._rows:
             self._rows[heads] = self._cache.rows(heads, self._slots, self._positions)
-        if sliding_window not in self._bias:
-            self._bias[sliding_window] = self._make_bias(sliding_window)
         self._cache.write(layer_idx, self._rows[heads], k, v)
         keys, values = self._cache.read(layer_idx, self._slots.shape[0], self._length)
+        if self._cache.exact:
+            if self._sequences is None:
+                one = torch.ones_like(self._slots)
+                self._sequences = torch.stack([self._slots, one, self._slots, self._positions])
+            return exact.attention(q[0].transpose(0, 1), keys, values, self._sequences, scaling, sliding_window)[None]
+        if sliding_window not in self._bias:
+            self._bias[sliding_window] = self._make_bias(sliding_window)
         return decode_attention(q[0].transpose(0, 1), keys, values, self._bias[sliding_window], scaling)[None]
 
     def _make_bias(self, window: int | None) -> Tensor:

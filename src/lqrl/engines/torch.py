@@ -94,6 +94,7 @@ class TorchEngine(RolloutEngine):
             spec.device,
             kv_method(spec.scheme),
             kv_scales(self.decoder.model, spec.scheme),
+            spec.exact,
         )
         self._stats = EngineStats()
 

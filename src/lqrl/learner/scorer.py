@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.modeling.attention import KVHook
 from lqrl.modeling.backbone import hidden_states, pack
-from lqrl.modeling.head import output_head
+from lqrl.modeling.head import exact_logprobs, output_head
 from lqrl.modeling.precision import cast_parameters
 
 if TYPE_CHECKING:
@@ -25,21 +25,33 @@ class Scorer(nn.Module):
         temperature: of the rollouts.
         compute_dtype: dtype of the forward pass; parameters of another dtype are cast on the way in.
         kv: the rounding of the engine's key/value cache, or ``None``.
+        exact: the bits of a log-prob depend on its tokens alone and are those of an exact engine. The policy must have
+            gone through `lqrl.modeling.exact.exact_learner_`.
+
+    Raises:
+        ValueError: when ``exact`` is set and the output head was not made exact.
     """
 
     def __init__(
-        self, policy: PreTrainedModel, temperature: float, compute_dtype: torch.dtype, kv: KVHook | None = None
+        self,
+        policy: PreTrainedModel,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        kv: KVHook | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         self.policy, self.temperature, self.compute_dtype = policy, temperature, compute_dtype
-        self.kv = kv
+        self.kv, self.exact = kv, exact
+        if exact and output_head(policy).product is None:
+            raise ValueError("an exact Scorer needs an exact policy: call modeling.exact.exact_learner_ on it first")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
 
         The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
         """
-        packed = pack(input_ids, attention_mask, self.kv)
+        packed = pack(input_ids, attention_mask, self.kv, self.exact)
         hidden = hidden_states(self.policy, packed)
         continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
         source = packed.index[:-1][continues]
@@ -50,6 +62,7 @@ class Scorer(nn.Module):
             input_ids.flatten()[source + 1],
             temperature=self.temperature,
             product=head.product,
+            normalize=exact_logprobs if self.exact else None,
         )
         return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lqrl.quant import exact as exact_rows
 
 ATTENTION_NAME = "lqrl"
 KVHook = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -103,15 +106,23 @@ class PackedContext(AttentionContext):
         lengths: tokens of each sequence, in order; their sum is ``N``.
         device: where the tokens are.
         kv: changes keys and values before they are attended to, such as the rounding of a low-bit cache.
+        exact: a row's bits depend on its sequence alone; the gradient is that of the usual kernels.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu", kv: KVHook | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        kv: KVHook | None = None,
+        exact: bool = False,
+    ) -> None:
         self._kv = kv
         self.lengths = [n for n in lengths if n > 0]
         if not self.lengths:
             raise ValueError("PackedContext needs at least one token; drop empty sequences before packing")
         self.longest = max(self.lengths)
         self.tokens = sum(self.lengths)
+        self.sequences = exact_rows.packed_sequences(self.lengths) if exact else None
         self._index: Tensor | None = None
         if min(self.lengths) != self.longest:
             counts = torch.tensor(self.lengths)
@@ -127,6 +138,12 @@ class PackedContext(AttentionContext):
             raise ValueError(f"the model got {q.shape[2]} tokens, its attention_context describes {self.tokens}")
         if self._kv is not None:
             k, v = self._kv(layer_idx, k, v)
+        if self.sequences is not None:
+            return _ExactAttention.apply(q, k, v, self, self.sequences, scaling, sliding_window)
+        return self.usual(q, k, v, scaling, sliding_window)
+
+    def usual(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
+        """`attend` on PyTorch's kernels."""
         out = causal_attention(self._unpack(q), self._unpack(k), self._unpack(v), scaling, sliding_window)
         rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
         return (rows if self._index is None else rows.index_select(0, self._index))[None]
@@ -137,6 +154,34 @@ class PackedContext(AttentionContext):
             padded = rows.new_zeros(len(self.lengths) * self.longest, *rows.shape[1:])
             rows = padded.index_copy(0, self._index, rows)
         return rows.reshape(len(self.lengths), self.longest, *rows.shape[1:]).transpose(1, 2)
+
+
+class _ExactAttention(torch.autograd.Function):
+    """Forward: one arithmetic for every row. Backward: that of PyTorch's kernels, which run again."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: PackedContext,
+        sequences: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.usual = lambda q, k, v: context.usual(q, k, v, scaling, window)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return exact_rows.attention(q, k, v, sequences, scaling, window)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.usual(*inputs)
+        return *torch.autograd.grad(out, inputs, grad), None, None, None, None
 
 
 def lqrl_attention(

@@ -130,13 +130,13 @@ def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
     return probe.shapes
 
 
-def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None) -> Packed:
+def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None, exact: bool = False) -> Packed:
     """Drop the padding of a batch.
 
     Args:
         input_ids: ``[B, T]`` int64.
         attention_mask: ``[B, T]`` bool or 0/1, true on one run of tokens a row.
-        kv: see `lqrl.modeling.attention.PackedContext`.
+        kv, exact: see `lqrl.modeling.attention.PackedContext`.
 
     Returns:
         The packed tokens; a row without tokens takes no room.
@@ -144,7 +144,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None) ->
     mask = attention_mask.bool()
     index = mask.flatten().nonzero().squeeze(1)
     positions = mask.cumsum(1).flatten()[index] - 1
-    context = PackedContext(mask.sum(1).tolist(), input_ids.device, kv)
+    context = PackedContext(mask.sum(1).tolist(), input_ids.device, kv, exact)
     return Packed(input_ids.flatten()[index][None], positions[None], context, index)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import Product
+from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear
 
 if TYPE_CHECKING:
@@ -30,3 +31,10 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     return OutputHead(head.weight, head.product() if isinstance(head, AlignedLinear) else None)
+
+
+def exact_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``targets`` and log-partitions by the arithmetic that an exact engine reports, see `Normalize`."""
+    rows = exact.normalizer(logits, temperature)
+    logprobs = exact.token_logprobs(logits, targets, temperature, rows)
+    return logprobs, (rows.largest.double() + rows.log_total).float()

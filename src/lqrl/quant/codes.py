@@ -93,6 +93,18 @@ class CodeModule(LowBitLinear):
             self.register_buffer(name, buffer, persistent=False)
         return layout
 
+    def use_method(self, method: LinearMethod) -> None:
+        """Compute with another method that reads the same shipped tensors."""
+        self.method = method
+        self._drop_layout()
+        self.pack()
+
+    def _drop_layout(self) -> None:
+        self._operands = None
+        for name in self._derived_names:
+            del self._buffers[name]
+        self._derived_names = []
+
     def _versions(self) -> list[int]:
         return [t._version for t in self.shipped().values()]
 
@@ -107,10 +119,7 @@ class CodeModule(LowBitLinear):
         before = self.shipped()
         device = before[self.shipped_names[0]].device
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=device)).dtype
-        self._operands = None  # the layout belongs to the old device and dtype
-        for name in self._derived_names:
-            del self._buffers[name]
-        self._derived_names = []
+        self._drop_layout()  # it belongs to the old device and dtype
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self.get_buffer(name)

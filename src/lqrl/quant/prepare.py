@@ -282,12 +282,12 @@ def _exported_weight(linear: nn.Linear, export_dtype: torch.dtype) -> Tensor:
 def _quantized(
     name: str, linear: nn.Linear, group: list[nn.Module], method: LinearMethod, export_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    if not isinstance(linear, AlignedLinear) or isinstance(linear.method, FullPrecision):
+    if not isinstance(linear, AlignedLinear) or isinstance(linear.method.format, FullPrecision):
         with torch.no_grad():
             weights = [_exported_weight(m, export_dtype) for m in group if isinstance(m, nn.Linear)]
             amax = shared_amax(weights) if method.shares_amax else None
             return method.quantize(_exported_weight(linear, export_dtype), amax)
-    if linear.export_dtype != export_dtype or linear.method != method:
+    if linear.export_dtype != export_dtype or linear.method.format != method:
         raise ValueError(
             f"{name} was prepared for another format or export dtype ({linear.export_dtype}) than is exported "
             f"({export_dtype}); pass prepare_ and export_weights the same scheme and dtype"

@@ -24,6 +24,11 @@ class LinearMethod(ABC):
 
     shares_amax: ClassVar[bool] = False
 
+    @property
+    def format(self) -> LinearMethod:
+        """The method whose codes these are; another one where only the product differs."""
+        return self
+
     @abstractmethod
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """Quantize a weight ``[N, K]``, already rounded to the export dtype.

@@ -50,7 +50,7 @@ class Fp8Channel(LinearMethod):
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the tokens, multiply, scale, add the bias in the dtype of ``x``."""
         rows = x.reshape(-1, x.shape[-1])
-        codes, scale = self._quantize_input(rows)
+        codes, scale = self.quantize_input(rows)
         y = fp8_gemm.row_scaled(codes, scale.expand(len(rows), 1), operands[0], operands[1], x.dtype)
         y = y if bias is None else y + bias.to(x.dtype)
         return y.view(*x.shape[:-1], -1)
@@ -61,9 +61,10 @@ class Fp8Channel(LinearMethod):
 
     def round_input(self, x: Tensor) -> Tensor:
         """Quantized and back."""
-        return dequantize(*self._quantize_input(x), dtype=x.dtype)
+        return dequantize(*self.quantize_input(x), dtype=x.dtype)
 
-    def _quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes e4m3 of the tokens ``[M, K]``, and their scales."""
         return quantize_fp8_token(x) if self.activation == "token" else quantize_fp8_per_tensor_dynamic(x)
 
 
