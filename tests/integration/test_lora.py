@@ -14,7 +14,7 @@ from lqrl.engines.transaction import model_digest
 from lqrl.fabric import fit as fabric_fit
 from lqrl.learner import RolloutNoise
 from lqrl.learner.refresh import refresh_engines
-from lqrl.quant import Lora, QuantScheme
+from lqrl.quant import Lora, QuantScheme, UpdateAwareScaling
 
 pytest.importorskip("peft")
 LORA = Lora(r=4, alpha=8, train_norms=True)
@@ -87,7 +87,8 @@ def perturb_(module, size=0.02):
     with torch.no_grad():
         for name, parameter in module.policy.named_parameters():
             if name.endswith("lora_B.weight"):
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=size)
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                parameter.add_(noise.to(parameter.device), alpha=size)
 
 
 def test_an_adapter_refresh_sends_adapters_and_vectors_only():
@@ -159,7 +160,7 @@ def test_a_resumed_run_is_the_same_run_from_a_checkpoint_without_the_base(tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"uaq_scale": 2.0}, "frozen weights under the adapters are not those"),
+        ({"transforms": [UpdateAwareScaling(2.0)]}, "frozen weights under the adapters are not those"),
         ({"lora": replace(LORA, alpha=4)}, r"lora=Lora\(r=4, alpha=8"),
         ({"lora": replace(LORA, r=2)}, "tensors differ"),
         ({"lora": None}, "tensors differ"),
