@@ -32,7 +32,7 @@ WAYS: dict[str, list[str]] = {
     "naive": [*PLAIN, f"{MODEL}correction", "lqrl.algorithms.NoCorrection"],
     "tis": [*PLAIN, f"{MODEL}correction.init_args.acr", "false"],
     "acr": PLAIN,
-    "uaq": [*PLAIN, f"{MODEL}uaq_scale", "1.5"],
+    "uaq": [*PLAIN, f"{MODEL}transforms", "[{class_path: lqrl.quant.UpdateAwareScaling}]"],
     "aligned": [],
     "tbpo": [f"{MODEL}correction", "lqrl.algorithms.NoCorrection", f"{MODEL}loss", "lqrl.algorithms.TBPOLoss"],
 }

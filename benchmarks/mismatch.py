@@ -85,7 +85,7 @@ def sample(
         longest = max(len(p.input_ids) for p in prompts)
         ids = torch.tensor([[*p.input_ids, *[0] * (longest - len(p.input_ids))] for p in prompts], device=device)
         mask = torch.arange(longest)[None] < torch.tensor([len(p.input_ids) for p in prompts])[:, None]
-        calibrate_kv_(policy, ids, mask.to(device), token_budget=8192)
+        calibrate_kv_(Scorer(policy, 1.0, dtype), ids, mask.to(device), token_budget=8192)
     limit = policy.config.max_position_embeddings
     spec = EngineSpec(policy.config, scheme, dtype, device, limit, (tokenizer.eos_token_id,))
     engine = TorchEngineFactory(max_num_seqs=64)(spec)

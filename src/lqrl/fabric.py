@@ -13,6 +13,7 @@ from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
 from lqrl.learner.frozen import without_frozen
+from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import sum_ratios
@@ -47,8 +48,8 @@ def fit(
     """
     module.configure_model()
     data.setup("fit")
-    module.beliefs = data.beliefs
-    module.draw_more = data.refill if module.refill is not None else None
+    module.beliefs, module.draw_more = data.beliefs, data.refill if module.refill is not None else None
+    module.calibration_prompts = data.first_prompts(CALIBRATION_PROMPTS)
     forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
     module.build_engines(fabric.device)
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
@@ -74,6 +75,7 @@ def fit(
             metrics = {**sum_ratios([rollout_metrics(rollouts)], fabric.device), **credit, **learned}
             if report is not None:
                 metrics["refresh/codes_changed_fraction"] = report.codes_changed_fraction
+            metrics.update(item for stage in stages for item in stage.metrics.items())
             log(module.iteration - 1, metrics)
             if module.iteration >= iterations:
                 break

@@ -9,11 +9,12 @@ from runs import DEVICE, make_data, make_module, make_trainer
 from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
 from lqrl.learner.refresh import refresh_engines
 from lqrl.modeling.sources import load_tokenizer
+from lqrl.quant import UpdateAwareScaling
 from lqrl.quant.checkpoint import load_quantized
 
 
 def test_the_low_bit_export_is_the_engine_of_the_run(tmp_path):
-    module = make_module(uaq_scale=1.5)
+    module = make_module(transforms=[UpdateAwareScaling(1.5)])
     callbacks = [EngineRefresh(), SamplerFeedback(), HFExport(str(tmp_path / "hf"), quantized=True)]
     make_trainer(tmp_path, epochs=1, callbacks=callbacks).fit(module, make_data())
     sent = dict(module.exported_weights())

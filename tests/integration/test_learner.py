@@ -12,6 +12,7 @@ from lqrl.callbacks import ClipRangeScheduler, EngineRefresh, HFExport, SamplerF
 from lqrl.fabric import fit as fabric_fit
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import accumulate_gradients
+from lqrl.quant import HadamardRotation, UpdateAwareScaling
 from lqrl.rollouts import Refill, to_train_batch
 from lqrl.types import Advantages, ClipRange
 
@@ -123,6 +124,11 @@ ALGORITHMS = {
     "bf16_compute": {"dtype": "bfloat16"},
     "bf16_masters": {"dtype": "bfloat16", "master_dtype": "bfloat16"},
     "full_precision_validation": {"validate_full_precision": True},
+    "rotated_fp4_both_ways": {
+        "scheme": "nvfp4_w4a4+kv_fp8",
+        "transforms": [HadamardRotation()],
+        "backward": "dequantized",
+    },
 }
 
 
@@ -154,7 +160,7 @@ def test_a_clip_range_schedule_moves_the_clip_range(tmp_path):
 def test_the_export_is_the_trained_policy(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    module = make_module(uaq_scale=1.5)
+    module = make_module(transforms=[UpdateAwareScaling(1.5)])
     export = HFExport(str(tmp_path / "hf"))
     make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), SamplerFeedback(), export]).fit(module, make_data())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()

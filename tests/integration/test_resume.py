@@ -19,6 +19,7 @@ from runs import make_data, make_module, make_trainer, weights
 from lqrl.callbacks import EngineRefresh, MismatchGuard, RolloutTable, SamplerFeedback
 from lqrl.data import PromptDataModule
 from lqrl.learner import PolicyModule
+from lqrl.quant import SmoothQuant, UpdateAwareScaling
 from lqrl.rollouts import Rollouts
 
 
@@ -75,7 +76,8 @@ ALGORITHMS = {
         "num_epochs": 2,
         "lr_scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=8),
     },
-    "uaq_full_precision_learner": {"uaq_scale": 1.5, "aligned": False},
+    "calibrated_cache_after_smoothing": {"scheme": "fp8_per_channel+kv_fp8_static", "transforms": [SmoothQuant()]},
+    "uaq_full_precision_learner": {"transforms": [UpdateAwareScaling(1.5)], "aligned": False},
 }
 
 

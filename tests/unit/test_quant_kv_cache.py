@@ -26,7 +26,7 @@ def built(scheme: QuantScheme, dtype: torch.dtype, device: torch.device, family:
     prepare_(policy, scheme, export_dtype=dtype)
     ids = torch.randint(5, 60, (4, 20), generator=torch.Generator().manual_seed(1)).to(device)
     if scheme.kv_cache is not None and not scheme.kv_cache.dynamic:
-        calibrate_kv_(policy, ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
+        calibrate_kv_(Scorer(policy, 1.0, dtype), ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
     engine: TorchEngine = TorchEngineFactory(max_num_seqs=3)(EngineSpec(policy.config, scheme, dtype, device, 64, ()))
     engine.update_weights(export_weights(policy, scheme, export_dtype=dtype), policy_version=0)
     return policy, engine
@@ -121,7 +121,7 @@ def test_calibration_takes_the_high_magnitudes_of_each_layer():
     with torch.no_grad():
         attention.get_submodule("v_proj").weight.mul_(600)  # beyond e4m3 at scale 1
     ids = torch.randint(5, 60, (4, 20), generator=torch.Generator().manual_seed(1))
-    calibrate_kv_(policy, ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
+    calibrate_kv_(Scorer(policy, 1.0, torch.float32), ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
     torch.testing.assert_close(attention.get_buffer("v_scale"), before * 600, rtol=1e-3, atol=0)
     engine.update_weights(export_weights(policy, scheme, export_dtype=torch.float32), policy_version=1)
     assert torch.equal(shipped, attention.get_buffer("v_scale"))
@@ -132,7 +132,8 @@ def test_calibration_does_not_depend_on_the_cut_into_micro_batches():
     policy, _ = built(scheme, torch.float32, torch.device("cpu"))
     ids = torch.randint(5, 60, (6, 10), generator=torch.Generator().manual_seed(2))
     mask = torch.arange(10)[None] < torch.tensor([10, 3, 7, 10, 1, 5])[:, None]
-    whole, cut = (calibrate_kv_(policy, ids, mask, token_budget=budget) for budget in (1000, 10))
+    scorer = Scorer(policy, 1.0, torch.float32)
+    whole, cut = (calibrate_kv_(scorer, ids, mask, token_budget=budget) for budget in (1000, 10))
     torch.testing.assert_close(whole, cut, rtol=1e-6, atol=0)
 
 
@@ -155,4 +156,4 @@ def test_values_without_a_usable_scale_are_named():
         policy.get_submodule("model.layers.1.self_attn.v_proj").weight.fill_(float("nan"))
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="layer 1: the key/value cache has no usable scale"):
-        calibrate_kv_(policy, ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
+        calibrate_kv_(Scorer(policy, 1.0, torch.float32), ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)

@@ -64,7 +64,7 @@ class EngineRefresh(L.Callback):
         if stepped and report.elements_changed_fraction == 0.0 and report.codes_changed_fraction == 0.0:
             warnings.warn(
                 f"refresh to version {report.policy_version} changed no element of the engine: the optimizer's steps "
-                "are below the resolution of the exported weights; raise the learning rate, or scale with uaq_scale",
+                "are below the resolution of the exported weights; raise the learning rate, or add UAQ to transforms",
                 stacklevel=1,
             )
         pl_module.log_dict(

@@ -81,6 +81,11 @@ class PromptDataModule(L.LightningDataModule):
         self._drawn: list[int] = []
         self._awaits_outcomes = False
 
+    def first_prompts(self, count: int) -> list[Prompt]:
+        """The first training prompts, or validation ones without those; the same on every rank, fewer if need be."""
+        prompts = self.train_prompts if self.train_prompts is not None else self.val_prompts
+        return [] if prompts is None else [prompts[i] for i in range(min(count, len(prompts)))]
+
     # ---------------------------------------------------------------- set-up
 
     def setup(self, stage: str) -> None:

@@ -77,7 +77,7 @@ def add_frozen_(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
     if frozen_digest(module) != expected:
         raise ValueError(
             "the frozen weights under the adapters are not those that the checkpoint was written with; set "
-            "model.init_args.model to the very model it was trained on, with the same master_dtype and uaq_scale"
+            "model.init_args.model to the very model it was trained on, with the same master_dtype and transforms"
         )
     for name, tensor in _frozen_parameters(module).items():
         checkpoint["state_dict"].setdefault(name, tensor)

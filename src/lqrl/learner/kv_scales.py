@@ -9,23 +9,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lqrl.learner.update import world_size
-from lqrl.modeling.backbone import hidden_states, pack
-from lqrl.quant.kv import KVObserver, attention_modules
+from lqrl.quant.kv import SCALE_NAMES, KVObserver, attention_modules, kv_method
+from lqrl.quant.scheme import QuantScheme
 from lqrl.rollouts.batching import microbatches
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lqrl.learner.module import PolicyModule
+    from lqrl.learner.scorer import Scorer
+
+
+CALIBRATION_PROMPTS = 32
+"""Prompts that the first scales are taken from, before there are rollouts."""
+
+
+def calibrates_kv(scheme: QuantScheme) -> bool:
+    """Whether the scheme's cache has scales that are calibrated."""
+    method = kv_method(scheme)
+    return method is not None and not method.per_token
 
 
 @torch.no_grad()
-def calibrate_kv_(policy: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, *, token_budget: int) -> Tensor:
+def calibrate_kv_(scorer: Scorer, input_ids: Tensor, attention_mask: Tensor, *, token_budget: int) -> Tensor:
     """Set each layer's ``k_scale`` and ``v_scale`` from the keys and values of these tokens.
 
     ``1.05 * P99.9(amax) / 448`` over the tokens' magnitudes, the maximum over ranks; a rank without rows takes part.
     The paper takes amax over micro-batches, which makes the scale depend on how the batch was cut.
 
     Args:
-        policy: prepared by `lqrl.quant.kv.prepare_kv_`; runs as it is, linear layers in low precision if they are.
+        scorer: of a policy that `lqrl.quant.kv.prepare_kv_` has prepared; its linear layers run as they are.
         input_ids: ``[B, T]``.
         attention_mask: ``[B, T]`` bool, true on one run of tokens a row.
         token_budget: most tokens of a forward pass.
@@ -36,10 +47,13 @@ def calibrate_kv_(policy: PreTrainedModel, input_ids: Tensor, attention_mask: Te
     Raises:
         ValueError: when a key or value is NaN or inf, or no rank has a row.
     """
-    modules, observer = attention_modules(policy), KVObserver()
-    for rows in microbatches(attention_mask.sum(1).cpu(), token_budget):
-        ids, mask = input_ids[rows.to(input_ids.device)], attention_mask[rows.to(input_ids.device)]
-        hidden_states(policy, pack(ids, mask, observer))
+    modules, observer = attention_modules(scorer.policy), KVObserver()
+    before, scorer.kv = scorer.kv, observer
+    try:
+        for rows in microbatches(attention_mask.sum(1).cpu(), token_budget):
+            scorer.score(input_ids[rows.to(input_ids.device)], attention_mask[rows.to(input_ids.device)])
+    finally:
+        scorer.kv = before
     scales = torch.zeros(len(modules), 2, device=input_ids.device)
     for layer, pair in observer.scales().items():
         scales[layer] = pair
@@ -55,3 +69,32 @@ def calibrate_kv_(policy: PreTrainedModel, input_ids: Tensor, attention_mask: Te
         module.get_buffer("k_scale").copy_(k_scale)
         module.get_buffer("v_scale").copy_(v_scale)
     return scales
+
+
+def calibrate(module: PolicyModule, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Cache scales of the policy as it is, from these tokens; nothing for caches without calibrated scales."""
+    if calibrates_kv(module.scheme):
+        ids, mask = input_ids.to(module.device), attention_mask.to(module.device)
+        calibrate_kv_(module.scorer, ids, mask, token_budget=module.token_budget)
+
+
+def calibrate_first(module: PolicyModule) -> None:
+    """Scales for the first rollouts, from prompts; those of a resumed run come with its checkpoint.
+
+    Raises:
+        ValueError: when there are no prompts to calibrate on.
+    """
+    if not calibrates_kv(module.scheme):
+        return
+    if any(float(buffer) != 1.0 for m in attention_modules(module.policy) for buffer in map(m.get_buffer, SCALE_NAMES)):
+        return
+    prompts = module.calibration_prompts
+    if not prompts:
+        raise ValueError(
+            f"scheme {module.scheme.name!r} calibrates its cache and has seen no tokens: set "
+            "module.calibration_prompts to some prompts, or take +kv_fp8, which computes its scales"
+        )
+    longest = max(len(prompt.input_ids) for prompt in prompts)
+    ids = torch.tensor([[*p.input_ids, *[0] * (longest - len(p.input_ids))] for p in prompts])
+    lengths = torch.tensor([len(p.input_ids) for p in prompts])
+    calibrate(module, ids, torch.arange(longest)[None] < lengths[:, None])

@@ -26,8 +26,9 @@ from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
 from lqrl.learner.frozen import SentOnce, without_frozen
+from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate, calibrates_kv
 from lqrl.learner.options import check_options, check_precision
-from lqrl.learner.policy import build_policy, build_reference, engine_spec
+from lqrl.learner.policy import build_policy, build_reference, build_scorer, engine_spec
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.learner.update import (
@@ -42,7 +43,7 @@ from lqrl.learner.update import (
 from lqrl.learner.validation import Validation
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer
-from lqrl.quant import Lora, QuantScheme, export_weights
+from lqrl.quant import BackwardMode, InvariantTransform, Lora, QuantScheme, export_weights
 from lqrl.rewards import RewardSum
 from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, speed_metrics, to_train_batch
 from lqrl.rollouts.collect import Beliefs, DrawMore
@@ -79,7 +80,8 @@ class PolicyModule(L.LightningModule):
             on-policy and saves the proximal pass.
         token_budget: most real tokens of one forward and backward pass.
         lora: train adapters on a frozen base (QeRL) instead of all parameters; checkpoints hold the adapters alone.
-        uaq_scale: UAQ's invariant scaling (QuRL), folded once after loading; 1 is off, the paper uses 1.5.
+        transforms: invariant transforms, folded once after loading, such as UAQ (QuRL) or a Hadamard rotation.
+        backward: operands of the aligned layers' backward products, see `lqrl.quant.AlignedLinear`.
         max_staleness: how many versions the engine may lag.
         val_samples: completions of each validation prompt.
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
@@ -114,7 +116,8 @@ class PolicyModule(L.LightningModule):
         num_epochs: int = 1,
         token_budget: int = 16384,
         lora: Lora | None = None,
-        uaq_scale: float = 1.0,
+        transforms: Sequence[InvariantTransform] = (),
+        backward: BackwardMode = "high_precision",
         max_staleness: int = 0,
         val_samples: int = 8,
         validate_full_precision: bool = False,
@@ -130,7 +133,8 @@ class PolicyModule(L.LightningModule):
         self.clip_range, self.sampling, self.budget, self.refill = clip_range, sampling, budget, refill
         self.optimizer, self.lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
         self.num_minibatches, self.num_epochs, self.token_budget = num_minibatches, num_epochs, token_budget
-        self.lora, self.uaq_scale, self.max_staleness = lora, uaq_scale, max_staleness
+        self.lora, self.transforms, self.max_staleness = lora, tuple(transforms), max_staleness
+        self.backward_mode: BackwardMode = backward
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
         self.seed = seed
         check_options(self)
@@ -138,6 +142,7 @@ class PolicyModule(L.LightningModule):
         self.last_rollouts: Rollouts | None = None
         self.draw_more: DrawMore | None = None
         self.beliefs: Beliefs | None = None
+        self.calibration_prompts: Sequence[Prompt] = ()
         self.shipped: dict[str, tuple[int, ...]] = {}
         self.sent_once: SentOnce | None = None
         self.full_engine: RolloutEngine | None = None
@@ -152,7 +157,7 @@ class PolicyModule(L.LightningModule):
         if self._scorer:
             return
         self.policy, self.tokenizer = build_policy(self), load_tokenizer(self.model_name)
-        self._scorer = [Scorer(self.policy, self.sampling.temperature, self.compute_dtype)]
+        self._scorer = [build_scorer(self)]
 
     def build_engines(self, device: torch.device) -> None:
         """Build the rollout engine, the full-precision one if validation asks for it, and the reference policy."""
@@ -164,6 +169,11 @@ class PolicyModule(L.LightningModule):
             self.full_engine = self.engine_factory(engine_spec(self, device, QuantScheme.preset("none")))
         if self.kl is not None:
             self._reference = [build_reference(self, device)]
+
+    @property
+    def scorer(self) -> Scorer:
+        """The learner's forward pass."""
+        return self._scorer[0]
 
     @property
     def sends_adapters(self) -> bool:
@@ -185,6 +195,8 @@ class PolicyModule(L.LightningModule):
         """
         check_precision(self.trainer.precision)
         self.build_engines(self.trainer.strategy.root_device)
+        if calibrates_kv(self.scheme):
+            self.calibration_prompts = prompt_data(self.trainer).first_prompts(CALIBRATION_PROMPTS)
         if stage == "fit":
             data = prompt_data(self.trainer)
             self.beliefs = data.beliefs
@@ -202,7 +214,7 @@ class PolicyModule(L.LightningModule):
         Returns:
             ``[B, T]`` float32 log-probs under the sampling temperature; column 0 and padding hold 0.
         """
-        return self._scorer[0].score(input_ids, attention_mask)
+        return self.scorer.score(input_ids, attention_mask)
 
     # ---------------------------------------------------------------- one iteration
 
@@ -304,8 +316,9 @@ class PolicyModule(L.LightningModule):
         )
 
     def finish_iteration(self, rollouts: Rollouts) -> None:
-        """The policy has changed: a new version, a new iteration."""
+        """The policy has changed: a new version, a new iteration; and new cache scales, where they are calibrated."""
         self.last_rollouts = rollouts
+        calibrate(self, rollouts.batch.input_ids, rollouts.batch.attention_mask)
         self.policy_version, self.iteration = self.policy_version + 1, self.iteration + 1
 
     # ---------------------------------------------------------------- validation

@@ -12,7 +12,8 @@ from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.sources import resolve_source
-from lqrl.quant import QuantScheme, UpdateAwareScaling, add_adapters_, prepare_
+from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_
+from lqrl.quant.kv import kv_rounding, prepare_kv_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
 
 def build_policy(module: PolicyModule) -> PreTrainedModel:
-    """Load the policy, fold UAQ, swap the linears for aligned ones, add adapters; in training mode, on the CPU."""
+    """Load the policy, fold the transforms, swap the linears for aligned ones, add adapters; on the CPU."""
     policy = load_model(resolve_source(module.model_name), dtype=module.master_dtype)
-    folded = UpdateAwareScaling(module.uaq_scale).fold_(policy) if module.uaq_scale != 1.0 else 0
-    aligned = module.aligned and module.scheme.quantizes
-    swapped = prepare_(policy, module.scheme, export_dtype=module.compute_dtype) if aligned else []
+    folded = fold_all_(policy, module.transforms)
+    prepare_kv_(policy, module.scheme)
+    swapped = []
+    if module.aligned and module.scheme.quantizes:
+        swapped = prepare_(policy, module.scheme, export_dtype=module.compute_dtype, backward=module.backward_mode)
     if module.lora is not None:
         seed = derive_seed(module.seed, "lora")
         add_adapters_(policy, module.lora, export_dtype=module.compute_dtype, seed=seed)
@@ -34,9 +37,15 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
     rank_zero_info(
         f"policy {module.model_name}: {sum(p.numel() for p in parameters):,} parameters "
         f"({sum(p.numel() for p in parameters if p.requires_grad):,} trained), rollouts in {module.scheme.name}, "
-        f"{len(swapped)} aligned linear layers, {folded} scaled by UAQ"
+        f"{len(swapped)} aligned layers, {sum(folded)} changed by {len(folded)} invariant transforms"
     )
     return policy
+
+
+def build_scorer(module: PolicyModule) -> Scorer:
+    """The learner's forward: aligned, it reads keys and values through the rounding of the engine's cache."""
+    kv = kv_rounding(module.policy, module.scheme) if module.aligned else None
+    return Scorer(module.policy, module.sampling.temperature, module.compute_dtype, kv)
 
 
 def build_reference(module: PolicyModule, device: torch.device) -> Scorer:

@@ -8,6 +8,7 @@ import torch
 
 from lqrl.engines.base import Digests, NamedTensors, RolloutEngine, WeightStage
 from lqrl.learner.frozen import SentOnce, frozen_stamp, note_frozen
+from lqrl.learner.kv_scales import calibrate_first
 from lqrl.learner.module import PolicyModule
 from lqrl.quant import QuantScheme
 from lqrl.types import RefreshReport
@@ -30,6 +31,7 @@ def refresh_engines(
     Raises:
         RefreshError: from the engine; it then refuses to generate.
     """
+    calibrate_first(module)
     version, stamp, report = module.policy_version, weights_stamp(module), None
     if module.engine.policy_version != version or module.shipped.get("rollout") != stamp:
         report = _ship_rollout(module, stages, version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lqrl.quant.adapters import add_adapters_, attach_adapters_, load_adapters_
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts
-from lqrl.quant.linear import AlignedLinear, QuantizedLinear
+from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.lora import Lora
 from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
 from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
@@ -19,6 +19,7 @@ from lqrl.quant.transforms import (
 __all__ = [
     "AlignedExperts",
     "AlignedLinear",
+    "BackwardMode",
     "HadamardRotation",
     "InvariantTransform",
     "Lora",

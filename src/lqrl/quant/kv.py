@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -180,7 +181,7 @@ def prepare_kv_(model: nn.Module, scheme: QuantScheme) -> None:
     if method is None or method.per_token:
         return
     for module in attention_modules(model):
-        device = next(module.parameters()).device
+        device = next(chain(module.parameters(), module.buffers())).device  # a quantized layer has buffers alone
         for name in SCALE_NAMES:
             module.register_buffer(name, torch.ones(1, dtype=torch.float32, device=device))
 

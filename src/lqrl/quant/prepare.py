@@ -15,7 +15,7 @@ from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.lora import AdaptedLinear, LoraLinear
 from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.numerics.finite import all_finite, whole_scale
+from lqrl.quant.numerics.finite import whole_scale
 from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
 
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.
@@ -181,17 +181,14 @@ def export_weights(
         ValueError: naming the tensor that holds NaN or inf; or when the model was prepared with another dtype or
             format, is itself an engine's, or holds adapters that cannot be exported so.
     """
-    _check_adapters(model)
+    _check_learner(model)
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
     siblings = {name: group for group in sibling_groups(targets) for name in group}
     tied_name = _embedding_name(model)
     done: set[int] = set()
+    checks = _Checks()
     for prefix, module in model.named_modules():
-        if isinstance(module, LowBitLinear):
-            raise ValueError(
-                f"{prefix} holds low-bit codes: export_weights takes the learner's model, with master weights"
-            )
         dot = f"{prefix}." if prefix else ""
         if ".lora_" in prefix:
             continue  # sent with its layer
@@ -200,7 +197,8 @@ def export_weights(
             for name, tensor in _layer(prefix, module, group, method, export_dtype, adapters):
                 if f"{dot}{name}" not in skip:
                     blamed = "weight" if name.startswith("weight") else name  # a bad scale is a bad weight
-                    yield f"{dot}{name}", _finite(f"{dot}{blamed}", tensor, whole_scale(name, tensor))
+                    checks.note(f"{dot}{blamed}", name, tensor)
+                    yield f"{dot}{name}", tensor
             continue
         for name, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
@@ -209,12 +207,13 @@ def export_weights(
             done.add(key)
             full = tied_name.get(key, f"{dot}{name}")
             if full not in skip:
-                yield full, _exported(full, parameter, export_dtype)
-        yield from _buffers(dot, module, scheme, export_dtype)
+                yield full, _exported(full, parameter, export_dtype, checks)
+        yield from _buffers(dot, module, scheme, export_dtype, checks)
+    checks.refuse()
 
 
 def _buffers(
-    dot: str, module: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype
+    dot: str, module: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype, checks: _Checks
 ) -> Iterator[tuple[str, Tensor]]:
     cache = kv_method(scheme)
     with_kv_scales = cache is not None and not cache.per_token
@@ -222,7 +221,7 @@ def _buffers(
         if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
             # Scales stay in fp32, like those of codes.
             dtype = buffer.dtype if name in SCALE_NAMES else export_dtype
-            yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype)
+            yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype, checks)
 
 
 def _embedding_name(model: nn.Module) -> dict[int, str]:
@@ -234,7 +233,12 @@ def _embedding_name(model: nn.Module) -> dict[int, str]:
     return {id(embedding.weight): f"{names[0]}.weight"} if isinstance(embedding, nn.Embedding) else {}
 
 
-def _check_adapters(model: nn.Module) -> None:
+def _check_learner(model: nn.Module) -> None:
+    low_bit = [name for name, module in model.named_modules() if isinstance(module, LowBitLinear)]
+    if low_bit:
+        raise ValueError(
+            f"{low_bit[0]} holds low-bit codes: export_weights takes the learner's model, with master weights"
+        )
     wrapped = [name for name, _ in model.named_modules() if name.endswith(".base_layer")]
     if wrapped:
         raise ValueError(
@@ -282,12 +286,12 @@ def _exported_weight(linear: nn.Linear, export_dtype: torch.dtype) -> Tensor:
 def _quantized(
     name: str, linear: nn.Linear, group: list[nn.Module], method: LinearMethod, export_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    if not isinstance(linear, AlignedLinear) or isinstance(linear.method.format, FullPrecision):
+    if not isinstance(linear, AlignedLinear) or isinstance(linear.method, FullPrecision):
         with torch.no_grad():
             weights = [_exported_weight(m, export_dtype) for m in group if isinstance(m, nn.Linear)]
             amax = shared_amax(weights) if method.shares_amax else None
             return method.quantize(_exported_weight(linear, export_dtype), amax)
-    if linear.export_dtype != export_dtype or linear.method.format != method:
+    if linear.export_dtype != export_dtype or linear.method != method:
         raise ValueError(
             f"{name} was prepared for another format or export dtype ({linear.export_dtype}) than is exported "
             f"({export_dtype}); pass prepare_ and export_weights the same scheme and dtype"
@@ -308,15 +312,30 @@ def _quantized_experts(
     return experts.quantized_weights()
 
 
-def _exported(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+class _Checks:
+    """Which tensors hold NaN or inf; the flags stay on the device until `refuse`, one host round trip an export."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._flags: list[Tensor] = []
+
+    def note(self, blamed: str, name: str, tensor: Tensor) -> None:
+        """Look at ``tensor``; fp8 codes are NaN only where their scale is, and are not read again."""
+        if tensor.dtype != torch.float8_e4m3fn or name.endswith("scale"):
+            self._names.append(blamed)
+            self._flags.append(whole_scale(name, tensor))
+
+    def refuse(self) -> None:
+        """Raise ValueError naming the first bad tensor."""
+        flags = [f.to(self._flags[0].device) for f in self._flags]
+        for name, finite in zip(self._names, torch.stack(flags).tolist() if flags else [], strict=True):
+            if not finite:
+                raise ValueError(f"{name} holds NaN or inf in its export dtype; the update that made it must be undone")
+
+
+def _exported(name: str, tensor: Tensor, dtype: torch.dtype, checks: _Checks) -> Tensor:
     tensor = tensor.detach()
-    if not tensor.is_floating_point():
-        return tensor
-    tensor = tensor.to(dtype)
-    return _finite(name, tensor, all_finite(tensor))
-
-
-def _finite(name: str, tensor: Tensor, finite: Tensor) -> Tensor:
-    if not bool(finite):
-        raise ValueError(f"{name} holds NaN or inf in its export dtype; the update that made it must be undone")
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+        checks.note(name, name, tensor)
     return tensor

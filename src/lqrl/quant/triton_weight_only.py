@@ -69,7 +69,10 @@ def _dequantized(
         column = start + tl.arange(0, BK)
         mask = within & (column < K)[None, :]
         codes = tl.load(codes_ptr + rows[:, None] * K + column[None, :], mask=mask, other=0)
-        values = codes.to(tl.float32) * tl.load(scale_ptr + rows, mask=rows < n, other=0.0)[:, None]
+        scale = tl.load(scale_ptr + rows, mask=rows < n, other=0)
+        if SCALE_BF16:
+            scale = from_bf16(scale)
+        values = codes.to(tl.float32) * scale[:, None]
     else:
         half: tl.constexpr = BK // 2
         column = start // 2 + tl.arange(0, half)

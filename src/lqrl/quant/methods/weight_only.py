@@ -25,6 +25,7 @@ from lqrl.quant.numerics import (
     dequantize_mxfp4,
     dequantize_nvfp4,
     pack_fp4,
+    quantize_int8_rounded,
     quantize_mxfp4,
     quantize_nvfp4,
     unpack_fp4,
@@ -33,7 +34,7 @@ from lqrl.quant.numerics import (
 from lqrl.quant.numerics.int4 import INT4_MAX
 from lqrl.quant.numerics.int8 import INT8_MAX
 from lqrl.quant.packed import PackedWeight, as_bytes
-from lqrl.quant.rows import quantize_int4_packed, quantize_int8_channel
+from lqrl.quant.rows import quantize_int4_packed
 from lqrl.quant.triton_use import use_triton
 
 
@@ -128,8 +129,8 @@ class IntegerChannel(PackedWeightOnly):
     weight_max: float = INT8_MAX
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """``weight`` int8 codes ``[N, K]`` and ``weight_scale`` fp32 ``[N, 1]``."""
-        codes, scale = quantize_int8_channel(weight, self.weight_max)
+        """``weight`` int8 codes ``[N, K]`` and ``weight_scale`` ``[N, 1]`` in the weight's dtype."""
+        codes, scale = quantize_int8_rounded(weight, weight.dtype, self.weight_max)
         return {"weight": codes, "weight_scale": scale}
 
     def packed(self, operands: Operands) -> PackedWeight:

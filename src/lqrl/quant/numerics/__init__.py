@@ -56,6 +56,7 @@ from lqrl.quant.numerics.int8 import (
     dequantize,
     fake_quantize_int8,
     quantize_int8_channel,
+    quantize_int8_rounded,
     quantize_int8_token,
 )
 from lqrl.quant.numerics.kv import (
@@ -133,6 +134,7 @@ __all__ = [
     "quantize_fp8_token",
     "quantize_int4_group",
     "quantize_int8_channel",
+    "quantize_int8_rounded",
     "quantize_int8_token",
     "quantize_kv_fp8_static",
     "quantize_kv_fp8_token_head",

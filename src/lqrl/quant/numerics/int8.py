@@ -56,6 +56,23 @@ def quantize_int8_channel(weight: Tensor, largest: float = INT8_MAX) -> tuple[Te
     return _quantize_rows(weight, WEIGHT_AMAX_FLOOR, largest)
 
 
+def quantize_int8_rounded(weight: Tensor, scale_dtype: torch.dtype, largest: float = INT8_MAX) -> tuple[Tensor, Tensor]:
+    """`quantize_int8_channel` for kernels that hold scales in the dtype of the activations.
+
+    The scale is rounded to ``scale_dtype`` first, and codes are ``round(w / scale)``: nothing is lost when an engine or
+    a checkpoint casts the scale.
+
+    Returns:
+        Codes ``[N, K]`` int8 in [-largest, largest], and scales ``[N, 1]`` in ``scale_dtype``.
+    """
+    weight = weight.float()
+    amax = weight.abs().amax(dim=-1, keepdim=True).clamp_min(WEIGHT_AMAX_FLOOR)
+    scale = torch.div(amax, torch.full_like(amax, largest)).to(scale_dtype).float()
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes = torch.div(weight, scale).round_().clamp_(-largest, largest).nan_to_num_(0.0)
+    return codes.to(torch.int8), scale.to(scale_dtype)
+
+
 def quantize_int8_token(x: Tensor, largest: float = INT8_MAX) -> tuple[Tensor, Tensor]:
     """Quantize activations with one scale a token.
 
