@@ -1,4 +1,4 @@
-"""The GPU benchmarks run, small, on a CPU: a script that fails on the rented card costs more."""
+"""The GPU benchmarks run, small, on a CPU: a script must not fail late."""
 
 from __future__ import annotations
 

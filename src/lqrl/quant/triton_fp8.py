@@ -21,8 +21,8 @@ from lqrl.quant.triton_use import tiles
 BLOCK = 128
 _GROUP = 8  # row tiles that share weight tiles in L2
 
-# (largest M, tile). Every tile has at least 64 rows: smaller ones use another tensor core instruction, whose fp8 sums are
-# wider, and a token's bits would then depend on the height of its batch.
+# (largest M, tile). Every tile has at least 64 rows: smaller ones use another tensor core instruction, whose fp8 sums
+# are wider, and a token's bits would then depend on the height of its batch.
 TILES: list[tuple[int, Tile]] = [
     (128, Tile(64, 64, 128, 4, 5)),
     (512, Tile(64, 128, 128, 4, 4)),
