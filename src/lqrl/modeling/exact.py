@@ -116,7 +116,9 @@ class ExactRotary(nn.Module):
 
 
 def exact_learner_(model: PreTrainedModel, export_dtype: torch.dtype) -> int:
-    """Make the learner's forward exact, in place; call it after `lqrl.quant.prepare_`. Parameters keep their names.
+    """Make the learner's forward exact, in place; parameters keep their names.
+
+    Call it after `lqrl.quant.prepare_` and `lqrl.quant.add_adapters_`.
 
     Args:
         model: loaded by `lqrl.modeling.backbone.load_model`, with aligned layers or without.
@@ -130,10 +132,10 @@ def exact_learner_(model: PreTrainedModel, export_dtype: torch.dtype) -> int:
     """
 
     def swap(name: str, linear: nn.Linear) -> nn.Module:
-        if isinstance(linear, LoraLinear):
-            raise NotImplementedError(f"{name}: exact mode has no low-rank product; train without lora, or not exact")
         if not isinstance(linear, AlignedLinear):
             return AlignedLinear(linear, exact_method(FullPrecision()), export_dtype)
+        if isinstance(linear, LoraLinear):
+            linear.exact = True
         linear.method = exact_method(linear.method)
         linear.invalidate()
         return linear
@@ -142,7 +144,7 @@ def exact_learner_(model: PreTrainedModel, export_dtype: torch.dtype) -> int:
 
 
 def exact_engine_(model: PreTrainedModel) -> int:
-    """Make the engine's layers exact, in place; call it after `lqrl.quant.convert_`.
+    """Make the engine's layers exact, in place; call it after `lqrl.quant.convert_` and ``attach_adapters_``.
 
     A plain output head stays as it is: `lqrl.engines.decoder.Decoder` multiplies with a copy of its own.
 
@@ -160,8 +162,7 @@ def exact_engine_(model: PreTrainedModel) -> int:
         if isinstance(linear, nn.Linear):
             return QuantizedLinear(linear, exact_method(FullPrecision()))
         assert isinstance(linear, QuantizedLinear)
-        if linear.lora_A is not None:
-            raise NotImplementedError(f"{name}: exact mode has no low-rank product; merge the adapters")
+        linear.exact = True
         linear.use_method(exact_method(linear.method))
         return linear
 
@@ -175,6 +176,8 @@ def _swap_(model: PreTrainedModel, linear: Callable[[str, Any], nn.Module]) -> i
     modules = dict(model.named_modules())
     replaced: dict[str, nn.Module] = {}
     for name, module in modules.items():
+        if isinstance(modules.get(name.rpartition(".")[0]), (LoraLinear, QuantizedLinear)):
+            continue  # the factors of an adapter; its layer multiplies with them
         if isinstance(module, (nn.Linear, QuantizedLinear)):
             replaced[name] = module
         elif type(module) in norms:

@@ -60,7 +60,7 @@ def load(*, at_most: str = LEVELS[-1]) -> Library:
         BuildError: no C compiler on PATH, or the build or the load failed.
         SelfTestError: a product is wrong.
     """
-    library = build(SOURCE, HEADERS, (f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}",), _open)
+    library = build(SOURCE, HEADERS, ("-Wno-psabi", f"-DLQRL_MAX_LEVEL={LEVELS.index(at_most)}"), _open)
     _self_test(library)
     return library
 

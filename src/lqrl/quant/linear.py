@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -44,12 +45,18 @@ def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight's codes, shipped and as its kernel reads them, and the `weight_key` they were made at."""
+    """A weight's codes as they are shipped, and the `weight_key` they were made at."""
 
     key: tuple[int, ...]
     method: LinearMethod
     tensors: dict[str, Tensor]
-    operands: Operands
+    dtype: torch.dtype
+
+    @cached_property
+    def operands(self) -> Operands:
+        """The codes as their kernel reads them, laid out at first use: an export alone needs none."""
+        with torch.no_grad():
+            return self.method.operands(self.tensors, self.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -153,8 +160,7 @@ class AlignedLinear(nn.Linear):
             with torch.no_grad():
                 tensors = self.method.quantize(self.exported_weight(), self._shared_amax(key))
                 # Fresh tensors each time: a consumer of the last export may still hold the old ones.
-                operands = self.method.operands(tensors, self.export_dtype)
-                self._cache = Quantized(key, self.method, tensors, operands)
+                self._cache = Quantized(key, self.method, tensors, self.export_dtype)
         return self._cache
 
     def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
@@ -206,6 +212,27 @@ class AlignedLinear(nn.Linear):
         return f"{super().extra_repr()}, method={self.method}, export_dtype={self.export_dtype}"
 
 
+@torch.no_grad()
+def quantize_layers(layers: Sequence[AlignedLinear]) -> None:
+    """Bring the codes of ``layers`` up to date together where their format can: in few launches, not in some a layer.
+
+    Others are left to their next use: layers whose format cannot, that share a scale, or whose codes depend on more
+    than the weight.
+    """
+    stale: dict[tuple[LinearMethod, torch.dtype], list[tuple[AlignedLinear, tuple[int, ...]]]] = {}
+    for layer in layers:
+        if layer._siblings or len(layer.sources()) != 1:
+            continue
+        key = layer._key()
+        if layer._cache is None or layer._cache.key != key:
+            layer.invalidate()  # the old codes' memory serves the new ones
+            stale.setdefault((layer.method, layer.export_dtype), []).append((layer, key))
+    for (method, dtype), group in stale.items():
+        made = method.quantize_many([layer.weight.detach() for layer, _ in group], dtype)
+        for (layer, key), tensors in zip(group, made or (), strict=made is not None):
+            layer._cache = Quantized(key, method, tensors, dtype)
+
+
 class QuantizedLinear(CodeModule):
     """An engine's linear layer: codes and scales as buffers, no gradient.
 
@@ -235,6 +262,7 @@ class QuantizedLinear(CodeModule):
         self.lora_A: Factor | None = None
         self.lora_B: Factor | None = None
         self.scaling = 1.0
+        self.exact = False  # the adapter's products, see `low_rank`
 
     def add_low_rank(self, rank: int, scaling: float) -> None:
         """Add an adapter beside the codes, in the compute dtype; it is zero until it is loaded."""
@@ -256,7 +284,9 @@ class QuantizedLinear(CodeModule):
         y = self.method.linear(input, self._ready()["operand"][0], self.bias)
         if self.lora_A is None or self.lora_B is None:
             return y
-        return low_rank(y, input, self.lora_A.weight.to(y.dtype), self.lora_B.weight.to(y.dtype), self.scaling)
+        return low_rank(
+            y, input, self.lora_A.weight.to(y.dtype), self.lora_B.weight.to(y.dtype), self.scaling, self.exact
+        )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear, BackwardMode, Quantized
 from lqrl.quant.low_rank import low_rank
 from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
@@ -108,11 +109,15 @@ class LoraLinear(AlignedLinear):
         linear: as for `AlignedLinear`.
         a, b: the adapter's linear layers, made by peft; their weights are taken over as fp32.
         scaling: ``alpha / r``.
+
+    Attributes:
+        exact: the adapter's products have one order of summation, see `lqrl.modeling.exact`.
     """
 
     def __init__(self, linear: AlignedLinear, a: nn.Linear, b: nn.Linear, scaling: float) -> None:
         super().__init__(linear, linear.method, linear.export_dtype, linear.backward_mode)
         self.lora_A, self.lora_B, self.scaling = a.float(), b.float(), scaling
+        self.exact = False
         self.requires_grad_(False)
         for factor in (self.lora_A, self.lora_B):
             factor.requires_grad_(True)
@@ -120,7 +125,9 @@ class LoraLinear(AlignedLinear):
     def merged_weight(self) -> Tensor:
         """``W + scaling * B A`` in fp32, without gradient."""
         with torch.no_grad():
-            return self.weight.float() + self.scaling * (self.lora_B.weight.float() @ self.lora_A.weight.float())
+            a, b = self.lora_A.weight.float(), self.lora_B.weight.float()
+            product = exact.linear(b, exact.pack(a.t())) if self.exact else b @ a
+            return self.weight.float() + self.scaling * product
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
@@ -133,7 +140,7 @@ class AdaptedLinear(LoraLinear):
     def _aligned(self, x: Tensor) -> Tensor:
         y = super()._aligned(x)
         a, b = (factor.weight.to(self.export_dtype).to(x.dtype) for factor in (self.lora_A, self.lora_B))
-        return low_rank(y, x, a, b, self.scaling)
+        return low_rank(y, x, a, b, self.scaling, self.exact)
 
 
 class MergedLinear(LoraLinear):

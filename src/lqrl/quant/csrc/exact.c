@@ -141,7 +141,11 @@ static int64_t drawn(const float *weight, const double *partial, int64_t n, doub
 
 #define NAME(x) x##_portable
 #define TARGET
+#if defined(__FP_FAST_FMAF)
 SMALL v8 fused_portable(v8 a, v8 b, v8 c) {
+#else /* fmaf is a function of libm: calling it from one place keeps the code small */
+__attribute__((noinline)) static v8 fused_portable(v8 a, v8 b, v8 c) {
+#endif
     for (int i = 0; i < 8; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
 }
