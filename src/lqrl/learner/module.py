@@ -86,6 +86,7 @@ class PolicyModule(L.LightningModule):
         val_samples: completions of each validation prompt.
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
         seed: of rollouts and shuffles.
+        exact: engine and learner give every sampled token the same log-prob, as bits, in any batch; on the CPU.
     """
 
     policy: PreTrainedModel
@@ -122,6 +123,7 @@ class PolicyModule(L.LightningModule):
         val_samples: int = 8,
         validate_full_precision: bool = False,
         seed: int = 0,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -136,7 +138,7 @@ class PolicyModule(L.LightningModule):
         self.lora, self.transforms, self.max_staleness = lora, tuple(transforms), max_staleness
         self.backward_mode: BackwardMode = backward
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
-        self.seed = seed
+        self.seed, self.exact = seed, exact
         check_options(self)
         self.policy_version, self.iteration = 0, 0
         self.last_rollouts: Rollouts | None = None

@@ -36,6 +36,8 @@ def check_options(module: PolicyModule) -> None:
             f"{type(loss).__name__} clips sequence ratios, ACR widens the bound of token ratios: set correction to "
             "lqrl.algorithms.SequenceTIS, or to TokenTIS with acr: false"
         )
+    if module.exact and not module.aligned:
+        raise ValueError("exact: true needs aligned: true; a learner in full precision is another policy")
     if module.sampling.n != 1 or module.sampling.first_sample != 0:
         raise ValueError("sampling.n and sampling.first_sample are not read here: set budget, such as UniformBudget(8)")
     if module.master_dtype == torch.bfloat16 and module.lora is None:  # adapters are fp32

@@ -11,6 +11,7 @@ from lqrl.engines.base import EngineSpec
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.modeling.backbone import load_model
+from lqrl.modeling.exact import exact_learner_
 from lqrl.modeling.sources import resolve_source
 from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_
 from lqrl.quant.kv import kv_rounding, prepare_kv_
@@ -32,6 +33,8 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
     if module.lora is not None:
         seed = derive_seed(module.seed, "lora")
         add_adapters_(policy, module.lora, export_dtype=module.compute_dtype, seed=seed)
+    if module.exact:
+        exact_learner_(policy, module.compute_dtype)
     policy.train()
     parameters = list(policy.parameters())
     rank_zero_info(
@@ -45,7 +48,7 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
 def build_scorer(module: PolicyModule) -> Scorer:
     """The learner's forward: aligned, it reads keys and values through the rounding of the engine's cache."""
     kv = kv_rounding(module.policy, module.scheme) if module.aligned else None
-    return Scorer(module.policy, module.sampling.temperature, module.compute_dtype, kv)
+    return Scorer(module.policy, module.sampling.temperature, module.compute_dtype, kv, module.exact)
 
 
 def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
@@ -65,4 +68,5 @@ def engine_spec(module: PolicyModule, device: torch.device, scheme: QuantScheme)
         max_model_len=int(config.max_position_embeddings),
         eos_token_ids=module.eos_token_ids,
         lora=module.lora if module.sends_adapters and scheme is module.scheme else None,
+        exact=module.exact and scheme is module.scheme,
     )
