@@ -21,10 +21,10 @@ except BuildError:
 
 PARAMS = SamplingParams(n=2, max_tokens=12)
 MUTATIONS = {
-    # The tile of one row rounds the products; taller tiles fuse them.
+    # The product of a single row rounds each term; tiles of rows fuse them.
     "product": (
-        "low[r] = FUSED(x, b0, low[r]);",
-        "low[r] = rows == 1 ? low[r] + x * b0 : FUSED(x, b0, low[r]);",
+        "sum[v] = FUSED(x, NAME(widen)(b, at + v / 2 * PANEL * steps + v % 2 * 8, bf16), sum[v]);",
+        "sum[v] = sum[v] + x * NAME(widen)(b, at + v / 2 * PANEL * steps + v % 2 * 8, bf16);",
         "model.layers.0.self_attn.q_proj",
     ),
     # Values are weighed in a tile of several rows in full forwards, row by row in decoding with one query a key head.

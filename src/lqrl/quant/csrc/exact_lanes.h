@@ -126,6 +126,18 @@ TARGET static void NAME(tile)(const float *a, int64_t stride, const float *b, in
     }
 }
 
+/* One row by four whole panels from element `at` on: eight sums in flight instead of two. */
+FN void NAME(tile_panels)(const float *a, const void *b, int64_t at, int64_t steps, float *acc, const int bf16) {
+    v8 sum[8];
+    _Pragma("GCC unroll 8") for (int v = 0; v < 8; v++) sum[v] = NAME(splat)(0.0f);
+    for (int64_t i = 0; i < steps; i++, at += PANEL) {
+        v8 x = NAME(splat)(a[i]);
+        _Pragma("GCC unroll 8") for (int v = 0; v < 8; v++)
+            sum[v] = FUSED(x, NAME(widen)(b, at + v / 2 * PANEL * steps + v % 2 * 8, bf16), sum[v]);
+    }
+    _Pragma("GCC unroll 8") for (int v = 0; v < 8; v++) NAME(store)(acc + v * 8, sum[v]);
+}
+
 FN void NAME(store_outputs)(const product *j, const float *acc, int64_t row, int64_t column) {
     int64_t columns = j->n - column < PANEL ? j->n - column : PANEL, at = row * j->n + column;
     for (int64_t c = 0; c < columns; c += 8) {
@@ -166,7 +178,14 @@ TARGET static void NAME(product_task)(product *j, int64_t row, int64_t row_end, 
             for (int64_t i = 0; i < rows * j->k; i++) memory[i] = bf16_to_float(((const uint16_t *)j->x)[row * j->k + i]);
             x = memory;
         }
-        for (int64_t p = panel; p < panel_end; p++) {
+        int64_t p = panel;
+        if (rows == 1)
+            for (float four[4 * PANEL]; p + 4 <= panel_end && (p + 4) * PANEL <= j->n; p += 4) {
+                if (j->packed_bf16) NAME(tile_panels)(x, j->packed, p * PANEL * j->k, j->k, four, 1);
+                else NAME(tile_panels)(x, j->packed, p * PANEL * j->k, j->k, four, 0);
+                for (int c = 0; c < 4; c++) NAME(store_outputs)(j, four + c * PANEL, row, (p + c) * PANEL);
+            }
+        for (; p < panel_end; p++) {
             memset(acc, 0, sizeof(float) * (size_t)(rows * PANEL));
             for (int64_t start = 0; start < j->k; start += KBLOCK) {
                 int64_t steps = at_most(j->k - start, KBLOCK), columns = at_most(j->n - p * PANEL, PANEL);
