@@ -15,6 +15,13 @@ from torch import Tensor
 
 from lqrl.quant import exact
 from lqrl.quant.native_build import BuildError
+from lqrl.quant.numerics import (
+    quantize_fp8_token,
+    quantize_int8_token,
+    quantize_kv_fp8_token_head,
+    quantize_kv_int8_token_head,
+    quantize_mxfp8,
+)
 
 try:
     exact.check_device("cpu")
@@ -206,3 +213,33 @@ def test_what_cannot_be_exact_is_an_error():
         exact.silu(torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="does not fit an input"):
         exact.linear(torch.ones(2, 5), exact.pack(torch.ones(3, 4)))
+
+
+STAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a + b,
+    "product": lambda a, b: a * b,
+    "temperature": lambda a, b: a / 0.7,
+    "rotation": lambda a, b: a.clone().mul_(b).add_(b),
+    "rounding": lambda a, b: a.float().bfloat16(),
+    "log-prob": lambda a, b: (a.double() - b.double() - b.double()).float(),
+    "fp8 codes": lambda a, b: quantize_fp8_token(a)[0].float(),
+    "fp8 scales": lambda a, b: quantize_fp8_token(a)[1],
+    "int8 codes": lambda a, b: quantize_int8_token(a, 7.0)[0],
+    "mxfp8 scales": lambda a, b: quantize_mxfp8(a)[1],
+    "cache codes": lambda a, b: quantize_kv_fp8_token_head(a)[0].float(),
+    "cache scales": lambda a, b: quantize_kv_int8_token_head(a)[1],
+}
+
+
+@in_dtypes
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays_with_torch_does_not_see_the_place_of_a_row(name: str, dtype: torch.dtype):
+    # Reductions here are largest values, which have no order; everything else is one IEEE operation an element.
+    for rows, width in ((1, 32), (33, 96), (3001, 32)):
+        a, b = randn(rows, width, dtype=dtype) * 3, randn(rows, width, seed=1, dtype=dtype)
+        out = STAYS[name](a, b)
+        with on(exact._loaded[0], threads=2):
+            assert torch.equal(STAYS[name](a, b), out)
+        assert torch.equal(STAYS[name](a.t().contiguous().t(), b.t().contiguous().t()), out)
+        for i in (0, rows // 2, rows - 1):
+            assert torch.equal(STAYS[name](a[i : i + 1], b[i : i + 1]), out[i : i + 1])
