@@ -18,6 +18,7 @@ from lqrl.engines import copy as eager_copy
 from lqrl.engines import digest as eager_digest
 from lqrl.quant import fp8_gemm, kernels
 from lqrl.quant import numerics as q
+from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.packed import PackedWeight, as_bytes
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -57,6 +58,32 @@ def check_rows(device: torch.device) -> None:
     same(t.quantize_int8_rows(x[:0], 127.0, 0.0), q.quantize_int8_token(x[:0]), "no rows")
     same(t.quantize_fp8_rows(x.view(2, -1, 40)), q.quantize_fp8_token(x.view(2, -1, 40)), "three dimensions")
     same(t.quantize_fp8_rows(x.t()), q.quantize_fp8_token(x.t()), "transposed")
+
+
+def check_many_rows(device: torch.device) -> None:
+    from lqrl.quant import triton_row_batch as t
+
+    small = device.type == "cpu"
+    narrow, wide = (40, 48) if small else (4096, 12288)
+    shapes = [(10, narrow), (2, wide), (1, narrow), (0, narrow)]
+    if not small:
+        shapes += [(900, wide)] + [(3, narrow)] * 150
+    for dtype in DTYPES:
+        weights = [rows(device, k, dtype, seed)[:n] for seed, (n, k) in enumerate(shapes)]
+        flat = torch.randn(2 * narrow + 1, generator=torch.Generator().manual_seed(9)).to(dtype).to(device)
+        weights.append(flat[1:].view(2, narrow))  # an address that is no multiple of 16
+        weights.append(rows(device, narrow + 3, dtype)[:2, :narrow])
+        for export in DTYPES:
+            if small and dtype == torch.bfloat16 and export == torch.float32:
+                continue
+            wanted = [w.to(export) for w in weights]
+            split = {"widest": 16, "together": 2} if dtype == export else {}
+            got = t.quantize_many(weights, export, 127.0, q.WEIGHT_AMAX_FLOOR, **split)
+            for pair, weight in zip(got, wanted, strict=True):
+                same(pair, q.quantize_int8_channel(weight), f"int8 {dtype} {export} {tuple(weight.shape)}")
+            got = t.quantize_many(weights, export, None, FP8_SCALE_FLOOR, **split)
+            for pair, weight in zip(got, wanted, strict=True):
+                same(pair, q.quantize_fp8_channel(weight), f"fp8 {dtype} {export} {tuple(weight.shape)}")
 
 
 def check_groups_and_blocks(device: torch.device) -> None:
@@ -226,6 +253,53 @@ def check_copy(device: torch.device) -> None:
                 assert fused._version > version, "layers would not notice"
 
 
+def check_copies(device: torch.device) -> None:
+    from lqrl.engines import triton_copy as t
+
+    generator = torch.Generator().manual_seed(0)
+    floats = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+    dtypes = [*floats, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
+    sizes = [0, 5] if device.type == "cpu" else [0, 1, 5, 32768, 65536, 1_000_001]
+    targets, copies = [], []
+    for dtype in dtypes:
+        for size in sizes:
+            for bad in (0.0, NAN, INF, -INF) if dtype in floats and size else (0.0,):
+                source = torch.randn(size, generator=generator).mul(50)
+                if size:
+                    source[size - 1] = bad
+                source = source.to(dtype).to(device)
+                target = source.clone()
+                if size:
+                    target.view(torch.uint8)[:3] ^= 1
+                targets.append(target)
+                name = f"{len(copies)}.{'weight_scale' if size % 2 else 'weight'}"
+                copies.append(eager_copy.Copy(target.clone(), source, name, len(copies)))
+    if device.type == "cpu":
+        for dtype, name in ((torch.bfloat16, "long.weight"), (torch.uint8, "long.weight_scale")):
+            source = torch.randn(40_000, generator=generator).mul(50).to(dtype)  # whole stretches, and a rest
+            source[33_000] = NAN if dtype == torch.bfloat16 else 255
+            targets.append(torch.zeros_like(source))
+            copies.append(eager_copy.Copy(targets[-1].clone(), source, name, len(copies)))
+    odd = torch.randn(101, generator=generator).to(device)
+    targets += [torch.zeros(100, device=device), torch.zeros(8, 12, device=device)]
+    copies.append(eager_copy.Copy(targets[-2].clone(), odd[1:], "no multiple of 16", len(copies)))
+    copies.append(eager_copy.Copy(targets[-1].clone(), odd[:96].view(12, 8).t(), "strided", len(copies)))
+    if device.type == "cuda":
+        small = [torch.randn(7, generator=generator).to(device) for _ in range(600)]
+        targets += [torch.zeros_like(s) for s in small]
+        copies += [eager_copy.Copy(torch.zeros_like(s), s, "many", len(copies) + i) for i, s in enumerate(small)]
+    versions = [c.target._version for c in copies]
+    flags, wanted = (torch.zeros(len(copies), 2, dtype=torch.int64, device=device) for _ in range(2))
+    t.counted_copies_(copies, flags)
+    for copy, target in zip(copies, targets, strict=True):
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.source.element_size()]
+        wanted[copy.row, 0] = torch.count_nonzero(target.view(bits) != copy.source.contiguous().view(bits))
+        wanted[copy.row, 1] = ~eager_copy.whole_scale(copy.name, copy.source)
+        assert torch.equal(copy.target.view(torch.uint8), copy.source.contiguous().view(torch.uint8)), copy.name
+    assert torch.equal(flags, wanted), (flags != wanted).nonzero().tolist()
+    assert all(c.target._version > v for c, v in zip(copies, versions, strict=True)), "layers would not notice"
+
+
 def check_digest(device: torch.device) -> None:
     from lqrl.engines import triton_digest as t
 
@@ -247,6 +321,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
         check_rows,
+        check_many_rows,
         check_groups_and_blocks,
         check_tensor,
         check_int8_gemm,
@@ -254,6 +329,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_dequantize,
         check_fused_weight_only,
         check_copy,
+        check_copies,
         check_digest,
     )
 }

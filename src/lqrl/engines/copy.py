@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,3 +35,33 @@ def counted_copy_(target: Tensor, source: Tensor, name: str, flags: Tensor) -> N
     flags[0] = torch.count_nonzero(target.view(bits) != source.view(bits))
     flags[1] = ~whole_scale(name, source)
     target.copy_(source)
+
+
+class Copy(NamedTuple):
+    """One tensor to copy, as `counted_copy_` takes it, and its row among the flags of all."""
+
+    target: Tensor
+    source: Tensor
+    name: str
+    row: int
+
+
+@torch.no_grad()
+def counted_copies_(copies: Sequence[Copy], flags: Tensor) -> None:
+    """`counted_copy_` of each, on a GPU in a few launches; all on one device, no target being another's source.
+
+    Args:
+        copies: what to copy.
+        flags: int64 ``[rows, 2]`` of zeros on that device.
+    """
+    together: list[Copy] = []
+    fast = use_triton(flags)
+    for copy in copies:
+        if fast and copy.target.is_contiguous() and copy.target.element_size() in _BITS:
+            together.append(copy)
+        else:
+            counted_copy_(copy.target, copy.source, copy.name, flags[copy.row])
+    if together:
+        from lqrl.engines import triton_copy
+
+        triton_copy.counted_copies_(together, flags)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.engines.base import Digests, NamedTensors, RefreshError
-from lqrl.engines.copy import counted_copy_
+from lqrl.engines.copy import Copy, counted_copies_, counted_copy_
 from lqrl.engines.digest import digest, tensor_digests
+from lqrl.quant.stream import StableTensors
 
 # What codes are made of; scales in one byte count as codes too, since they change as rarely.
 _CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
+
+_BATCH_BYTES = 2**30  # of sources that wait to be copied together
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,33 @@ class _Ledger:
         self.frozen = frozen
         self.written: dict[str, int] = {}
         self._flags: dict[torch.device, Tensor] = {}  # a row for each tensor, in the order they came
+        self._waiting: dict[torch.device, list[Copy]] = {}
+        self._waiting_bytes = 0
 
-    def add(self, name: str, source: Tensor) -> None:
+    def add(self, name: str, source: Tensor, stable: bool) -> None:
+        """Write ``source``; one that is ``stable`` may wait until many are written together."""
         target = self._target(name, source)
+        if stable and source.device == target.device:
+            self._waiting.setdefault(target.device, []).append(Copy(target, source.detach(), name, len(self.written)))
+            self.written[name] = source.numel()
+            self._waiting_bytes += source.numel() * source.element_size()
+            if self._waiting_bytes >= _BATCH_BYTES:
+                self._write_waiting()
+            return
         # Not `non_blocking`: it would read the host's half of a copy before it is there, or after it was overwritten.
         source = source.detach().to(target.device)
-        flags = self._flags.get(target.device)
-        if flags is None:
-            flags = torch.zeros(len(self.targets), 2, dtype=torch.int64, device=target.device)
-            self._flags[target.device] = flags
-        counted_copy_(target, source, name, flags[len(self.written)])
+        counted_copy_(target, source, name, self._flags_of(target.device)[len(self.written)])
         self.written[name] = source.numel()
+
+    def _flags_of(self, device: torch.device) -> Tensor:
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(len(self.targets), 2, dtype=torch.int64, device=device)
+        return self._flags[device]
+
+    def _write_waiting(self) -> None:
+        for device, copies in self._waiting.items():
+            counted_copies_(copies, self._flags_of(device))
+        self._waiting, self._waiting_bytes = {}, 0
 
     def _target(self, name: str, source: Tensor) -> Tensor:
         target = self.targets.get(name)
@@ -75,6 +94,7 @@ class _Ledger:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise RefreshError(f"{elements} of {total} elements were written; missing: {shown}")
         self._check_frozen()
+        self._write_waiting()
         flags = torch.stack([f.cpu() for f in self._flags.values()]).sum(0).tolist() if self._flags else []
         counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
         for (name, elements), (changed, broken) in zip(self.written.items(), flags, strict=False):
@@ -109,7 +129,9 @@ def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     targets: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor, persistent in _held(model, twice=True):
+        if not persistent:
+            continue
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
@@ -120,21 +142,43 @@ def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 
 def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, the model's own computed ones (rotary frequencies, packed codes) included."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    seen: set[int] = set()
+    for name, tensor, _ in _held(model, twice=False):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _held(model: nn.Module, twice: bool) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor and whether it is part of the state dict; ``twice``: modules that occur twice come twice.
+
+    Reads the modules' own dictionaries: an engine of 36 layers is walked three times a refresh, and torch's iterators
+    take several times as long.
+    """
+    for prefix, module in model.named_modules(remove_duplicate=not twice):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                yield dot + name, tensor, True
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                yield dot + name, tensor, name not in module._non_persistent_buffers_set
 
 
 @torch.no_grad()
 def write_weights_(model: nn.Module, weights: NamedTensors, frozen: Digests | None = None) -> Written:
     """Copy ``weights`` over the tensors of ``model``, in place; those declared ``frozen`` are checked instead.
 
+    `StableTensors` are copied together, in a few launches; other streams tensor by tensor, as they come.
+
     Raises:
         RefreshError: see `lqrl.engines.base.RolloutEngine.update_weights`; part of ``model`` may be overwritten then.
     """
     ledger = _Ledger(*loadable_tensors(model), frozen or {})
+    stable = isinstance(weights, StableTensors)
     try:
         for name, tensor in weights:
-            ledger.add(name, tensor)
+            ledger.add(name, tensor, stable)
     except RefreshError:
         raise
     except Exception as error:

@@ -38,6 +38,7 @@ class CodeModule(LowBitLinear):
         self.shipped_names: tuple[str, ...] = ()
         self._derived_names: list[str] = []
         self._operands: dict[str, list[Operands]] | None = None
+        self._addresses: list[int] = []  # of the shipped tensors that the operands were laid out from
         self.register_load_state_dict_post_hook(_pack_after_load)
 
     @abstractmethod
@@ -61,7 +62,13 @@ class CodeModule(LowBitLinear):
     @torch.no_grad()
     def pack(self) -> None:
         """Bring what the kernel reads up to date with the shipped tensors, in place."""
-        if not any(t.is_meta for t in self.shipped().values()):
+        shipped = self.shipped().values()
+        # Where the kernel reads the shipped tensors themselves, writing them in place was all.
+        same = self._operands is not None and not self._derived_names
+        if same and self._addresses == [t.data_ptr() for t in shipped]:
+            self._packed_versions = [t._version for t in shipped]
+            return
+        if not any(t.is_meta for t in shipped):
             matrices, before = self._matrices(), self._operands
             if before is None:
                 self._operands = {key: self._first_layout(key, group) for key, group in matrices.items()}
@@ -69,6 +76,7 @@ class CodeModule(LowBitLinear):
                 for key, group in matrices.items():
                     for tensors, out in zip(group, before[key], strict=True):
                         self.method.operands(tensors, self.compute_dtype, out)
+            self._addresses = [t.data_ptr() for t in shipped] if before is None else self._addresses
         self._packed_versions = self._versions()
 
     def _first_layout(self, key: str, group: list[dict[str, Tensor]]) -> list[Operands]:

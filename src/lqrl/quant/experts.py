@@ -197,7 +197,7 @@ class AlignedExperts(nn.Module):
                 experts = []
                 for e in range(self.num_experts):
                     own = {name: t[e] for name, t in tensors.items()}
-                    experts.append(Quantized(key, self.method, own, self.method.operands(own, self.export_dtype)))
+                    experts.append(Quantized(key, self.method, own, self.export_dtype))
             self._cache[projection] = stack = _Stack(key, tensors, experts)
         return stack
 

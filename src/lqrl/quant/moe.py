@@ -18,7 +18,8 @@ def holds_stacked_weights(module: nn.Module) -> bool:
     """Whether ``module`` itself has a parameter of three dimensions that is no convolution's: weights of experts."""
     if isinstance(module, _ConvNd):
         return False
-    return any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
+    # `_parameters` and not `parameters()`: a walk over all modules of a model asks this thousands of times a refresh.
+    return any(p is not None and p.ndim == 3 and min(p.shape) > 1 for p in module._parameters.values())
 
 
 def check_layout(name: str, experts: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, shipped_experts
+from lqrl.quant.finite_checks import FiniteChecks
 from lqrl.quant.kv import SCALE_NAMES, kv_method
-from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
+from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear, quantize_layers
 from lqrl.quant.lora import AdaptedLinear, LoraLinear
 from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.numerics.finite import whole_scale
 from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
+from lqrl.quant.stream import StableTensors
 
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.
 _FUSED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
@@ -158,7 +159,7 @@ def export_weights(
     export_dtype: torch.dtype,
     adapters: bool = False,
     skip: Collection[str] = (),
-) -> Iterator[tuple[str, Tensor]]:
+) -> StableTensors:
     """Yield everything an engine of ``scheme`` loads, in module order, under the model's state-dict names.
 
     A quantized layer gives its method's tensors (``<name>.weight`` and ``<name>.weight_scale`` for int8 and fp8) and
@@ -167,7 +168,8 @@ def export_weights(
     input embedding's name. A prepared model exports the codes of its own forward; a plain one is quantized here. The
     identity scheme exports full-precision weights of a prepared model too.
 
-    The tensors may share memory with the model: consume them before it changes.
+    The tensors may share memory with the model: consume them before it changes. Nothing is computed, and no error
+    raised, before the first is asked for.
 
     Args:
         model: the learner's.
@@ -181,31 +183,39 @@ def export_weights(
         ValueError: naming the tensor that holds NaN or inf; or when the model was prepared with another dtype or
             format, is itself an engine's, or holds adapters that cannot be exported so.
     """
-    _check_learner(model)
+    return StableTensors(_stream(model, scheme, export_dtype, adapters, skip))
+
+
+def _stream(
+    model: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype, adapters: bool, skip: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    modules = dict(model.named_modules())
+    _check_learner(modules)
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None
+    aligned = [m for m in map(modules.__getitem__, targets) if isinstance(m, AlignedLinear)]
+    quantize_layers([m for m in aligned if m.method.format == method and m.export_dtype == export_dtype])
     siblings = {name: group for group in sibling_groups(targets) for name in group}
-    tied_name = _embedding_name(model)
+    tied_name = _embedding_name(model, modules)
     done: set[int] = set()
-    checks = _Checks()
-    for prefix, module in model.named_modules():
+    checks = FiniteChecks()
+    for prefix, module in modules.items():
         dot = f"{prefix}." if prefix else ""
         if ".lora_" in prefix:
             continue  # sent with its layer
         if isinstance(module, LoraLinear) or prefix in siblings:
-            group = [model.get_submodule(name) for name in siblings.get(prefix, ())]
+            group = [modules[name] for name in siblings.get(prefix, ())]
             for name, tensor in _layer(prefix, module, group, method, export_dtype, adapters):
                 if f"{dot}{name}" not in skip:
                     blamed = "weight" if name.startswith("weight") else name  # a bad scale is a bad weight
                     checks.note(f"{dot}{blamed}", name, tensor)
                     yield f"{dot}{name}", tensor
             continue
-        for name, parameter in module.named_parameters(recurse=False):
-            key = id(parameter)
-            if key in done:
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in done:
                 continue
-            done.add(key)
-            full = tied_name.get(key, f"{dot}{name}")
+            done.add(id(parameter))
+            full = tied_name.get(id(parameter), f"{dot}{name}")
             if full not in skip:
                 yield full, _exported(full, parameter, export_dtype, checks)
         yield from _buffers(dot, module, scheme, export_dtype, checks)
@@ -213,8 +223,10 @@ def export_weights(
 
 
 def _buffers(
-    dot: str, module: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype, checks: _Checks
+    dot: str, module: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype, checks: FiniteChecks
 ) -> Iterator[tuple[str, Tensor]]:
+    if not module._buffers:
+        return
     cache = kv_method(scheme)
     with_kv_scales = cache is not None and not cache.per_token
     for name, buffer in module.named_buffers(recurse=False):
@@ -224,22 +236,22 @@ def _buffers(
             yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype, checks)
 
 
-def _embedding_name(model: nn.Module) -> dict[int, str]:
+def _embedding_name(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """The input embedding's weight by identity: the name that tied weights are exported under."""
     if not isinstance(model, _HasInputEmbeddings):
         return {}
     embedding = model.get_input_embeddings()
-    names = [name for name, module in model.named_modules() if module is embedding]
+    names = [name for name, module in modules.items() if module is embedding]
     return {id(embedding.weight): f"{names[0]}.weight"} if isinstance(embedding, nn.Embedding) else {}
 
 
-def _check_learner(model: nn.Module) -> None:
-    low_bit = [name for name, module in model.named_modules() if isinstance(module, LowBitLinear)]
+def _check_learner(modules: Mapping[str, nn.Module]) -> None:
+    low_bit = [name for name, module in modules.items() if isinstance(module, LowBitLinear)]
     if low_bit:
         raise ValueError(
             f"{low_bit[0]} holds low-bit codes: export_weights takes the learner's model, with master weights"
         )
-    wrapped = [name for name, _ in model.named_modules() if name.endswith(".base_layer")]
+    wrapped = [name for name in modules if name.endswith(".base_layer")]
     if wrapped:
         raise ValueError(
             f"{wrapped[0].removesuffix('.base_layer')} is wrapped by peft, whose layers do not compute with the "
@@ -286,12 +298,12 @@ def _exported_weight(linear: nn.Linear, export_dtype: torch.dtype) -> Tensor:
 def _quantized(
     name: str, linear: nn.Linear, group: list[nn.Module], method: LinearMethod, export_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    if not isinstance(linear, AlignedLinear) or isinstance(linear.method, FullPrecision):
+    if not isinstance(linear, AlignedLinear) or isinstance(linear.method.format, FullPrecision):
         with torch.no_grad():
             weights = [_exported_weight(m, export_dtype) for m in group if isinstance(m, nn.Linear)]
             amax = shared_amax(weights) if method.shares_amax else None
             return method.quantize(_exported_weight(linear, export_dtype), amax)
-    if linear.export_dtype != export_dtype or linear.method != method:
+    if linear.export_dtype != export_dtype or linear.method.format != method:
         raise ValueError(
             f"{name} was prepared for another format or export dtype ({linear.export_dtype}) than is exported "
             f"({export_dtype}); pass prepare_ and export_weights the same scheme and dtype"
@@ -312,28 +324,7 @@ def _quantized_experts(
     return experts.quantized_weights()
 
 
-class _Checks:
-    """Which tensors hold NaN or inf; the flags stay on the device until `refuse`, one host round trip an export."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._flags: list[Tensor] = []
-
-    def note(self, blamed: str, name: str, tensor: Tensor) -> None:
-        """Look at ``tensor``; fp8 codes are NaN only where their scale is, and are not read again."""
-        if tensor.dtype != torch.float8_e4m3fn or name.endswith("scale"):
-            self._names.append(blamed)
-            self._flags.append(whole_scale(name, tensor))
-
-    def refuse(self) -> None:
-        """Raise ValueError naming the first bad tensor."""
-        flags = [f.to(self._flags[0].device) for f in self._flags]
-        for name, finite in zip(self._names, torch.stack(flags).tolist() if flags else [], strict=True):
-            if not finite:
-                raise ValueError(f"{name} holds NaN or inf in its export dtype; the update that made it must be undone")
-
-
-def _exported(name: str, tensor: Tensor, dtype: torch.dtype, checks: _Checks) -> Tensor:
+def _exported(name: str, tensor: Tensor, dtype: torch.dtype, checks: FiniteChecks) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)

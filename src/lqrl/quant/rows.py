@@ -5,12 +5,15 @@ Methods and kernels call these; `numerics` stays pure torch and is what these ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import lqrl.quant.numerics as numerics
 from lqrl.quant.numerics import INT4_MAX, INT8_MAX, WEIGHT_AMAX_FLOOR
 from lqrl.quant.numerics.amax import check_matrix
+from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.triton_use import TENSOR_CORES_FP8, TENSOR_CORES_INT8, use_triton
 
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -43,6 +46,33 @@ def quantize_fp8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`numerics.quantize_fp8_channel`."""
     check_matrix(weight)
     return quantize_fp8_token(weight)
+
+
+def quantize_int8_channels(
+    weights: Sequence[Tensor], export_dtype: torch.dtype, largest: float = INT8_MAX
+) -> list[tuple[Tensor, Tensor]] | None:
+    """`quantize_int8_channel` of each, rounded to ``export_dtype`` first, in few launches; ``None`` off Triton."""
+    if not _all_on_triton(weights, export_dtype, TENSOR_CORES_INT8):
+        return None
+    from lqrl.quant import triton_row_batch
+
+    return triton_row_batch.quantize_many(weights, export_dtype, largest, WEIGHT_AMAX_FLOOR)
+
+
+def quantize_fp8_channels(weights: Sequence[Tensor], export_dtype: torch.dtype) -> list[tuple[Tensor, Tensor]] | None:
+    """`quantize_fp8_channel` of each, rounded to ``export_dtype`` first, in few launches; ``None`` off Triton."""
+    if not _all_on_triton(weights, export_dtype, TENSOR_CORES_FP8):
+        return None
+    from lqrl.quant import triton_row_batch
+
+    return triton_row_batch.quantize_many(weights, export_dtype, None, FP8_SCALE_FLOOR)
+
+
+def _all_on_triton(weights: Sequence[Tensor], export_dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether all are matrices that one launch may take, on one device."""
+    if export_dtype not in _FLOATS or len({w.device for w in weights}) != 1:
+        return False
+    return all(w.ndim == 2 and _on_triton(w, capability) for w in weights)
 
 
 def quantize_fp8_token(x: Tensor) -> tuple[Tensor, Tensor]:

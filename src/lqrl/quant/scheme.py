@@ -193,13 +193,14 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
     if not scheme.quantizes:
         return []
     head = model.get_output_embeddings() if isinstance(model, _HasOutputEmbeddings) else None
-    candidates = []
+    candidates, modules = [], {}
     for path, module in model.named_modules():
         name = path.removesuffix(".base_layer")  # where peft keeps a layer that it wraps
+        modules[name] = module
+        if not isinstance(module, (nn.Linear, LowBitLinear)) and not holds_stacked_weights(module):
+            continue
         parts = name.split(".")
         if any(part.startswith("lora_") for part in parts):
-            continue
-        if not isinstance(module, (nn.Linear, LowBitLinear)) and not holds_stacked_weights(module):
             continue
         wanted = scheme.lm_head if module is head else parts[-1] not in _NEVER and "router" not in parts
         if wanted:
@@ -218,7 +219,6 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
             f"scheme {scheme.name!r} matches no nn.Linear in {type(model).__name__}; loosen skip={list(scheme.skip)} "
             f"or use the scheme 'none'"
         )
-    modules = {path.removesuffix(".base_layer"): module for path, module in model.named_modules()}
     for name in targets:
         if holds_stacked_weights(modules[name]):
             check_layout(name, modules[name])

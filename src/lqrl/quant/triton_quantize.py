@@ -5,7 +5,7 @@ those of the eager functions; only the sign of a NaN code is not promised. Fused
 and each quotient is rounded as eager torch rounds it.
 """
 
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 # Launches take options of the compiler besides the kernel's parameters.
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lqrl.quant.numerics.int4 import INT4_SCALE_FLOOR
 from lqrl.quant.triton_casts import from_bf16, rounded_to_bf16, to_bf16, to_e4m3, to_integer
 from lqrl.quant.triton_use import power_of_two, tiles
 
-_WIDEST = 32768  # a longer row is read twice instead of kept in registers
+WIDEST = 32768  # a longer row is read twice instead of kept in registers
 _CHUNK = 4096  # elements of one program of the group and tensor kernels
 _INF = tl.constexpr(float("inf"))
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -33,10 +33,13 @@ _NAN_CODE = tl.constexpr(0x7F)
 
 
 @triton.jit
-def _values(pointer, mask, BF16: tl.constexpr):
+def _values(pointer, mask, BF16: tl.constexpr, ROUND: tl.constexpr = False):
+    """``ROUND``: fp32 to bf16 first."""
     x = tl.load(pointer, mask=mask, other=0)
     if BF16:
         x = from_bf16(x)
+    elif ROUND:
+        x = rounded_to_bf16(x)
     return x
 
 
@@ -70,20 +73,21 @@ def _row_codes(x, scale, factor, bad, FP8: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    x_ptr, codes_ptr, scale_ptr, columns, stride, largest, floor,
-    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """One row; ``REST`` further parts of it are read twice."""
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride
-    codes_ptr += row * columns
+def quantize_row(
+    x_ptr: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, columns: int, largest: float, floor: float,
+    FP8: tl.constexpr, BF16: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row of a kernel; ``REST`` further parts of it are read twice. ``ROUND``: fp32 to bf16 first."""
     offsets = tl.arange(0, BLOCK)
-    x = _values(x_ptr + offsets, offsets < columns, BF16)
+    values_ptr = x_ptr + offsets
+    if ALIGNED:  # to 16 bytes, which the compiler cannot see in an address from a table
+        values_ptr = tl.multiple_of(values_ptr, 16)
+    x = _values(values_ptr, offsets < columns, BF16, ROUND)
     amax, bad = _finite_amax(x, 0)
     for index in range(REST):
         part = (index + 1) * BLOCK + offsets
-        part_amax, part_bad = _finite_amax(_values(x_ptr + part, part < columns, BF16), 0)
+        part_amax, part_bad = _finite_amax(_values(x_ptr + part, part < columns, BF16, ROUND), 0)
         amax = tl.maximum(amax, part_amax)
         bad = bad | part_bad
     if FP8:
@@ -91,12 +95,24 @@ def _rows(
         factor = scale
     else:
         scale, factor = _int8_scales(amax, bad, largest, floor)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr, scale)
     tl.store(codes_ptr + offsets, _row_codes(x, scale, factor, bad, FP8), mask=offsets < columns)
     for index in range(REST):
         part = (index + 1) * BLOCK + offsets
-        x = _values(x_ptr + part, part < columns, BF16)
+        x = _values(x_ptr + part, part < columns, BF16, ROUND)
         tl.store(codes_ptr + part, _row_codes(x, scale, factor, bad, FP8), mask=part < columns)
+
+
+@triton.jit
+def _rows(
+    x_ptr, codes_ptr, scale_ptr, columns, stride, largest, floor,
+    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    quantize_row(
+        x_ptr + row * stride, codes_ptr + row * columns, scale_ptr + row, columns, largest, floor,
+        FP8, BF16, False, False, BLOCK, REST,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -176,7 +192,8 @@ def _matrix(x: Tensor) -> tuple[Tensor, bool]:
     return (rows.view(torch.int16), True) if x.dtype == torch.bfloat16 else (rows, False)
 
 
-def _warps(elements: int) -> int:
+def row_warps(elements: int) -> int:
+    """Warps of a program that holds so many elements."""
     return min(max(elements // 1024, 1), 16)
 
 
@@ -190,12 +207,12 @@ def _quantize_rows(x: Tensor, codes: Tensor, largest: float, floor: float, wides
             _rows[(m,)](
                 rows, codes, scale, k, rows.stride(0), float(largest), float(floor),
                 FP8=codes.dtype == torch.uint8, BF16=bf16, BLOCK=block, REST=tiles(k, block) - 1,
-                num_warps=_warps(block), enable_fp_fusion=False,
+                num_warps=row_warps(block), enable_fp_fusion=False,
             )  # fmt: skip
     return scale
 
 
-def quantize_int8_rows(x: Tensor, largest: float, floor: float, widest: int = _WIDEST) -> tuple[Tensor, Tensor]:
+def quantize_int8_rows(x: Tensor, largest: float, floor: float, widest: int = WIDEST) -> tuple[Tensor, Tensor]:
     """Rule of `numerics.int8`, one scale a row.
 
     Args:
@@ -211,7 +228,7 @@ def quantize_int8_rows(x: Tensor, largest: float, floor: float, widest: int = _W
     return codes, _quantize_rows(x, codes, largest, floor, widest)
 
 
-def quantize_fp8_rows(x: Tensor, widest: int = _WIDEST) -> tuple[Tensor, Tensor]:
+def quantize_fp8_rows(x: Tensor, widest: int = WIDEST) -> tuple[Tensor, Tensor]:
     """Rule of `numerics.fp8` for channels and tokens: codes ``[..., K]`` e4m3 and scales ``[..., 1]`` fp32."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = _quantize_rows(x, codes, 0.0, FP8_SCALE_FLOOR, widest)
@@ -231,7 +248,7 @@ def quantize_fp8_group(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
             _groups[(m, tiles(groups, together))](
                 rows, codes, scale, k, rows.stride(0), groups, FP8_GROUP_AMAX_FLOOR,
                 SIZE=group_size, BF16=bf16, GROUPS=together,
-                num_warps=_warps(together * group_size), enable_fp_fusion=False,
+                num_warps=row_warps(together * group_size), enable_fp_fusion=False,
             )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scale
 
@@ -261,7 +278,7 @@ def quantize_int4_group(
             _int4_groups[(n, tiles(groups, together))](
                 rows, packed, scale, k, rows.stride(0), groups, float(largest), INT4_SCALE_FLOOR,
                 SIZE=group_size, BF16=bf16, SCALE_BF16=scale_dtype == torch.bfloat16, GROUPS=together,
-                num_warps=_warps(together * group_size), enable_fp_fusion=False,
+                num_warps=row_warps(together * group_size), enable_fp_fusion=False,
             )  # fmt: skip
     return packed, scale
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -43,6 +43,13 @@ class LinearMethod(ABC):
         Raises:
             ValueError: when the format cannot hold this shape.
         """
+
+    def quantize_many(self, weights: Sequence[Tensor], export_dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
+        """`quantize` of each, rounded to ``export_dtype`` first, in fewer launches; ``None`` if there is no such way.
+
+        A format that changes `quantize` changes this too.
+        """
+        return None
 
     @abstractmethod
     def operands(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, out: Operands | None = None) -> Operands:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,6 +19,7 @@ from lqrl.quant.numerics import (
 from lqrl.quant.rows import (
     quantize_fp8_block,
     quantize_fp8_channel,
+    quantize_fp8_channels,
     quantize_fp8_group,
     quantize_fp8_per_tensor_dynamic,
     quantize_fp8_tensor,
@@ -40,6 +41,11 @@ class Fp8Channel(LinearMethod):
         """``weight`` e4m3 codes ``[N, K]`` and ``weight_scale`` fp32 ``[N, 1]``."""
         codes, scale = quantize_fp8_channel(weight)
         return {"weight": codes, "weight_scale": scale}
+
+    def quantize_many(self, weights: Sequence[Tensor], export_dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
+        """One launch for many matrices of one width, on GPUs with Triton."""
+        made = quantize_fp8_channels(weights, export_dtype)
+        return None if made is None else [{"weight": codes, "weight_scale": scale} for codes, scale in made]
 
     def operands(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, out: Operands | None = None) -> Operands:
         """The codes as the GEMM reads them, and one scale an output channel."""
@@ -78,6 +84,10 @@ class Fp8Tensor(Fp8Channel):
         """``weight`` e4m3 codes ``[N, K]`` and ``weight_scale`` fp32 ``[1]``."""
         codes, scale = quantize_fp8_tensor(weight, amax)
         return {"weight": codes, "weight_scale": scale}
+
+    def quantize_many(self, weights: Sequence[Tensor], export_dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
+        """There is none: a scale needs the magnitude of whole matrices first."""
+        return None
 
 
 @dataclass(frozen=True)

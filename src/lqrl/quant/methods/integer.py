@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lqrl.quant import kernels
 from lqrl.quant.methods.base import LinearMethod, Operands
 from lqrl.quant.numerics import INT8_MAX, dequantize
-from lqrl.quant.rows import quantize_int8_channel, quantize_int8_token
+from lqrl.quant.rows import quantize_int8_channel, quantize_int8_channels, quantize_int8_token
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class IntegerGemm(LinearMethod):
         """``weight`` int8 codes ``[N, K]`` and ``weight_scale`` fp32 ``[N, 1]``."""
         codes, scale = quantize_int8_channel(weight, self.weight_max)
         return {"weight": codes, "weight_scale": scale}
+
+    def quantize_many(self, weights: Sequence[Tensor], export_dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
+        """One launch for many matrices of one width, on GPUs with Triton."""
+        made = quantize_int8_channels(weights, export_dtype, self.weight_max)
+        return None if made is None else [{"weight": codes, "weight_scale": scale} for codes, scale in made]
 
     def operands(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, out: Operands | None = None) -> Operands:
         """The codes in the integer kernel's layout, and the scales."""
