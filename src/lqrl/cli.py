@@ -52,7 +52,10 @@ class LqrlCLI(LightningCLI):
             print("  " + ", ".join(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())))
         if exported is not None:
             print("Next: train on from the exported policy, in a new run with a schedule of its own")
-            print(f"  lqrl fit --config {folder}/config.yaml --model.init_args.model {exported}")
+            folded = " --model.init_args.transforms '[]'" if self.model.transforms else ""
+            print(f"  lqrl fit --config {folder}/config.yaml --model.init_args.model {exported}{folded}")
+            if self.model.lora is not None:
+                print("  the adapters are merged into it; a new run adds fresh ones")
 
 
 def run(args: ArgsType = None) -> LightningCLI:

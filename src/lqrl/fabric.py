@@ -46,10 +46,7 @@ def fit(
     Returns:
         The trained module.
     """
-    module.configure_model()
-    data.setup("fit")
-    module.beliefs, module.draw_more = data.beliefs, data.refill if module.refill is not None else None
-    module.calibration_prompts = data.first_prompts(CALIBRATION_PROMPTS)
+    _prepare(module, data)
     forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
     module.build_engines(fabric.device)
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
@@ -82,6 +79,16 @@ def fit(
     if checkpoint is not None:
         _save(fabric, Path(checkpoint), module, data, optimizer, scheduler)
     return module
+
+
+def _prepare(module: PolicyModule, data: PromptDataModule) -> None:
+    """What the Trainer's hooks do before a fit."""
+    if module.validate_full_precision:
+        raise ValueError("fabric.fit never validates: set validate_full_precision=False, or call the engines yourself")
+    module.configure_model()
+    data.setup("fit")
+    module.beliefs, module.draw_more = data.beliefs, data.refill if module.refill is not None else None
+    module.calibration_prompts = data.first_prompts(CALIBRATION_PROMPTS)
 
 
 def _state(module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any) -> dict[str, Any]:

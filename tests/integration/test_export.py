@@ -7,6 +7,7 @@ import torch
 from runs import DEVICE, make_data, make_module, make_trainer
 
 from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
+from lqrl.callbacks.hf_export import export
 from lqrl.learner.refresh import refresh_engines
 from lqrl.modeling.sources import load_tokenizer
 from lqrl.quant import UpdateAwareScaling
@@ -40,3 +41,15 @@ def test_a_scheme_that_cannot_be_exported_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="quantizes no weights"):
         trainer.fit(module, make_data())
     assert module.iteration == 0
+
+
+def test_a_model_with_folded_transforms_is_not_folded_again(tmp_path):
+    module = make_module(transforms=[UpdateAwareScaling(1.5)])
+    module.configure_model()
+    export(module, tmp_path, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"comes with UpdateAwareScaling\(s=1.5\) folded in, .*set transforms: \[\]"):
+        make_module(model=str(tmp_path), transforms=[UpdateAwareScaling(1.5)]).configure_model()
+    again = make_module(model=str(tmp_path))
+    again.configure_model()
+    export(again, tmp_path / "again", dtype=torch.float32)
+    assert "UpdateAwareScaling" in (tmp_path / "again" / "config.json").read_text()

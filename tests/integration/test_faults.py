@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lqrl.cli import run as command
 from lqrl.data import PromptSource, Sort, UniformBudget
 from lqrl.engines import RefreshError, StaleEngineError
 from lqrl.engines.transaction import model_digest
+from lqrl.quant import QuantScheme, TensorFormat
 from lqrl.rewards import OverlongPenalty, RewardError, RewardFn, RewardSum, RewardTerm
 from lqrl.rollouts import check_fresh
 from lqrl.testing import ScriptedEngine
@@ -283,3 +285,31 @@ def test_a_copied_module_generates(tmp_path):
     ours = copied.generate(prompts, SamplingParams(max_tokens=8), seed=1)
     theirs = module.engine.generate(prompts, SamplingParams(max_tokens=8), seed=1)
     assert ours[0][0].token_ids.tolist() == theirs[0][0].token_ids.tolist()
+
+
+CUSTOM = QuantScheme("mine", TensorFormat("int8", "channel"), TensorFormat("int8", "token", dynamic=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scheme": dataclasses.replace(CUSTOM, skip=("*.down_proj",))}, "checkpoint was written with formats="),
+        ({"scheme": CUSTOM, "master_dtype": "bfloat16"}, "master_dtype=torch.float32, the config says torch.bfloat16"),
+        ({"scheme": CUSTOM, "backward": "dequantized"}, "backward=high_precision, the config says dequantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:master_dtype is bfloat16")
+def test_a_run_does_not_resume_as_another(tmp_path, change, message):
+    trainer = make_trainer(tmp_path, epochs=1, limit_val_batches=0)
+    trainer.fit(make_module(scheme=CUSTOM), make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path / "b", epochs=2, limit_val_batches=0).fit(
+            make_module(**change), make_data(), ckpt_path=tmp_path / "x.ckpt"
+        )
+
+
+@pytest.mark.parametrize("options", [{"scheme": "none"}, {"aligned": False}])
+def test_an_option_of_aligned_layers_without_such_is_refused(options):
+    with pytest.raises(ValueError, match="backward: dequantized belongs to aligned low-bit layers"):
+        make_module(backward="dequantized", **options)

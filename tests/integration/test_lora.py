@@ -192,3 +192,10 @@ def test_the_fabric_loop_trains_and_resumes_adapters(tmp_path):
     resumed = fit(make_module(**options), 2, path)
     a, b = weights(whole), weights(resumed)
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_full_precision_validation_of_an_unquantized_base_with_adapters(tmp_path):
+    module = make_module(scheme="none", lora=Lora(r=4), validate_full_precision=True)
+    trainer = make_trainer(tmp_path, epochs=1)
+    trainer.fit(module, make_data())
+    assert "val_full/pass@1" in trainer.callback_metrics

@@ -78,7 +78,7 @@ def test_the_cache_gives_back_what_the_learner_rounds(method, device):
     slots, positions = torch.tensor([2, 0, 0, 2], device=device), torch.tensor([0, 0, 1, 1], device=device)
     cache.write(0, cache.rows(2, slots, positions), keys, values)
     cache.copy([2], [1], 2)
-    k_round, v_round = KVRounding(method, [(scale, scale)])(0, keys, values)
+    k_round, v_round = KVRounding(method, lambda layer: (scale, scale))(0, keys, values)
     stored_k, stored_v = cache.read(0, 3, 2)
     for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         assert torch.equal(stored_k[slot, :, position], k_round[0, :, token])
@@ -103,7 +103,7 @@ def test_a_low_bit_cache_is_smaller(method):
 def test_gradients_pass_straight_through():
     keys, values = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(2))
     scale = torch.full((1,), 0.1)
-    rounded = KVRounding(Fp8Static(), [(scale, scale)])(0, keys, values)
+    rounded = KVRounding(Fp8Static(), lambda layer: (scale, scale))(0, keys, values)
     assert not torch.equal(rounded[0], keys)
     (rounded[0] * 2 + rounded[1]).sum().backward()
     assert torch.equal(keys.grad, torch.full_like(keys, 2.0))
@@ -157,3 +157,18 @@ def test_values_without_a_usable_scale_are_named():
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="layer 1: the key/value cache has no usable scale"):
         calibrate_kv_(Scorer(policy, 1.0, torch.float32), ids, torch.ones_like(ids, dtype=torch.bool), token_budget=64)
+
+
+def test_a_moved_policy_reads_its_new_scales():
+    scheme = QuantScheme.preset("none+kv_fp8_static")
+    policy, _ = built(scheme, torch.float32, torch.device("cpu"))
+    rounding = kv_rounding(policy, scheme)
+    assert rounding is not None
+    policy.double().float()  # other buffers
+    buffer = policy.get_submodule("model.layers.1.self_attn").get_buffer("k_scale").fill_(0.5)
+    assert rounding.scales(1)[0].data_ptr() == buffer.data_ptr()
+
+
+def test_two_caches_are_refused():
+    with pytest.raises(ValueError, match="'kv_int8' sets kv_cache, which an addition before it has set"):
+        QuantScheme.preset("int8_w8a8+kv_fp8+kv_int8")

@@ -224,6 +224,20 @@ def test_a_change_of_one_sibling_is_seen_by_the_others():
     assert before.item() < after.item()
 
 
+@pytest.mark.parametrize("name", ["fp8_per_tensor", "nvfp4_w4a16"])
+def test_invalidate_forgets_the_common_scale_too(name):
+    policy, _ = built(name, torch.float32, torch.device("cpu"))
+    mlp = policy.get_submodule("model.layers.0.mlp")
+    layers = [mlp.get_submodule(n) for n in ("gate_proj", "up_proj")]
+    for layer in layers:
+        layer.quantized_weight()
+        layer.weight.data.mul_(100)  # hidden from autograd
+    layers[0].invalidate()
+    for layer in layers:
+        values = layer.method.dequantize(layer.quantized_weight(), torch.float32)
+        assert (values - layer.weight).norm() < 0.15 * layer.weight.norm()
+
+
 def test_a_width_that_the_format_cannot_hold_is_named_before_anything_is_swapped():
     policy = load_model(tiny_config("llama"), dtype=torch.float32, seed=0)  # 64 inputs
     with pytest.raises(ValueError, match=r"q_proj has 64 inputs, which scheme 'int4_w4a16' cannot hold: .*skip=\['\*"):
@@ -233,8 +247,11 @@ def test_a_width_that_the_format_cannot_hold_is_named_before_anything_is_swapped
 
 def test_a_pair_of_formats_that_nothing_computes_lists_those_that_are():
     scheme = QuantScheme("odd", weight=TensorFormat("fp8_e4m3", "channel"), activation=PRESETS["int8_w8a8"].activation)
-    with pytest.raises(ValueError, match=r"no kernel computes scheme 'odd' .* supported: int8 per channel with int8"):
+    nearest = r"no kernel computes scheme 'odd' .*this weight goes as fp8_e4m3 per channel with fp8_e4m3 per token"
+    with pytest.raises(ValueError, match=nearest):
         linear_method(scheme)
+    with pytest.raises(ValueError, match=r"supported: int4 per channel with int8 .*; int4 per group32 with high-prec"):
+        linear_method(QuantScheme("odd", weight=TensorFormat("int4", "tensor")))
     with pytest.raises(ValueError, match="group_size belongs to granularity 'group'"):
         TensorFormat("int4", "group")
 

@@ -18,7 +18,8 @@ class HFExport(L.Callback):
     """Write the policy in full precision, with tokenizer and configs, when training ends; low-bit too on request.
 
     The names and shapes are those of the model that was loaded, so ``AutoModelForCausalLM.from_pretrained`` and lqrl
-    itself read it back. UAQ's scaling and other transforms stay folded in: the exported function is the trained one.
+    itself read it back. Transforms stay folded in, and config.json names them; adapters are merged: the exported
+    function is the trained one.
 
     Args:
         directory: where to; ``None`` is ``hf`` in the run folder.

@@ -28,8 +28,10 @@ def run_options(module: PolicyModule) -> dict[str, Any]:
     return {
         "model_type": module.policy.config.model_type,
         "scheme": module.scheme.name,
+        "formats": str(module.scheme),
         "aligned": module.aligned,
         "dtype": str(module.compute_dtype),
+        "master_dtype": str(module.master_dtype),
         "transforms": [repr(transform) for transform in module.transforms],
         "backward": module.backward_mode,
         "lora": None if module.lora is None else str(module.lora),

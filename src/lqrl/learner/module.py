@@ -166,9 +166,9 @@ class PolicyModule(L.LightningModule):
         self.configure_model()
         if "engine" in vars(self):
             return
-        self.engine = self.engine_factory(engine_spec(self, device, self.scheme))
+        self.engine = self.engine_factory(engine_spec(self, device))
         if self.validate_full_precision:
-            self.full_engine = self.engine_factory(engine_spec(self, device, QuantScheme.preset("none")))
+            self.full_engine = self.engine_factory(engine_spec(self, device, full_precision=True))
         if self.kl is not None:
             self._reference = [build_reference(self, device)]
 

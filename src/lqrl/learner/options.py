@@ -36,6 +36,11 @@ def check_options(module: PolicyModule) -> None:
             f"{type(loss).__name__} clips sequence ratios, ACR widens the bound of token ratios: set correction to "
             "lqrl.algorithms.SequenceTIS, or to TokenTIS with acr: false"
         )
+    if module.backward_mode != "high_precision" and not (module.aligned and module.scheme.quantizes):
+        raise ValueError(
+            f"backward: {module.backward_mode} belongs to aligned low-bit layers, and there are none: set aligned: "
+            "true and a scheme that quantizes, or backward: high_precision"
+        )
     if module.exact and not module.aligned:
         raise ValueError("exact: true needs aligned: true; a learner in full precision is another policy")
     if module.sampling.n != 1 or module.sampling.first_sample != 0:

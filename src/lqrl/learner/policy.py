@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
 
 
+FOLDED = "folded_transforms"
+"""Key of a model's config.json that names the invariant transforms in its weights."""
+
+
 def build_policy(module: PolicyModule) -> PreTrainedModel:
     """Load the policy, fold the transforms, swap the linears for aligned ones, add adapters; on the CPU."""
     policy = load_model(resolve_source(module.model_name), dtype=module.master_dtype)
-    folded = fold_all_(policy, module.transforms)
+    folded = _fold(policy, module)
     prepare_kv_(policy, module.scheme)
     swapped = []
     if module.aligned and module.scheme.quantizes:
@@ -45,6 +49,24 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
     return policy
 
 
+def _fold(policy: PreTrainedModel, module: PolicyModule) -> list[int]:
+    """Fold the transforms and note them in the config, which travels with every export.
+
+    Raises:
+        ValueError: when the model came with transforms folded in: UAQ twice is another scale, and silent.
+    """
+    before = policy.config.to_dict().get(FOLDED, [])
+    if before and module.transforms:
+        raise ValueError(
+            f"{module.model_name} comes with {', '.join(before)} folded in, and transforms would fold "
+            f"{', '.join(map(str, module.transforms))} on top; set transforms: [] to train on from this model"
+        )
+    folded = fold_all_(policy, module.transforms)
+    if folded:
+        setattr(policy.config, FOLDED, [str(transform)[:200] for transform in module.transforms])
+    return folded
+
+
 def build_scorer(module: PolicyModule) -> Scorer:
     """The learner's forward: aligned, it reads keys and values through the rounding of the engine's cache."""
     kv = kv_rounding(module.policy, module.scheme) if module.aligned else None
@@ -57,16 +79,16 @@ def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
     return Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
 
 
-def engine_spec(module: PolicyModule, device: torch.device, scheme: QuantScheme) -> EngineSpec:
-    """What the engine factory is given: for the module's own scheme its rollout engine, else one of merged weights."""
+def engine_spec(module: PolicyModule, device: torch.device, full_precision: bool = False) -> EngineSpec:
+    """What the engine factory is given: for the rollout engine, or for validation's one of full-precision weights."""
     config = module.policy.config
     return EngineSpec(
         config=config,
-        scheme=scheme,
+        scheme=QuantScheme.preset("none") if full_precision else module.scheme,
         dtype=module.compute_dtype,
         device=device,
         max_model_len=int(config.max_position_embeddings),
         eos_token_ids=module.eos_token_ids,
-        lora=module.lora if module.sends_adapters and scheme is module.scheme else None,
-        exact=module.exact and scheme is module.scheme,
+        lora=module.lora if module.sends_adapters and not full_precision else None,
+        exact=module.exact and not full_precision,
     )

@@ -11,6 +11,7 @@ from lqrl.learner.frozen import SentOnce, frozen_stamp, note_frozen
 from lqrl.learner.kv_scales import calibrate_first
 from lqrl.learner.module import PolicyModule
 from lqrl.quant import QuantScheme
+from lqrl.quant.linear import invalidations
 from lqrl.types import RefreshReport
 
 
@@ -44,8 +45,11 @@ def refresh_engines(
 
 
 def weights_stamp(module: PolicyModule) -> tuple[int, ...]:
-    """Changes with every write to a parameter: a loaded checkpoint or averaged weights have no version of their own."""
-    return tuple(p._version for p in module.policy.parameters())
+    """Changes with every write to a parameter: a loaded checkpoint or averaged weights have no version of their own.
+
+    Not with a write through ``parameter.data`` outside an optimizer, unless an aligned layer's ``invalidate`` follows.
+    """
+    return (invalidations(), *(p._version for p in module.policy.parameters()))
 
 
 def _ship_rollout(module: PolicyModule, stages: Sequence[WeightStage], version: int) -> RefreshReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -122,16 +123,17 @@ class KVRounding:
 
     Args:
         method: of the cache.
-        scales: keys' and values' scale of each layer; ignored by methods that compute their own.
+        scales: keys' and values' scale of a layer, by its index, as they are when it is called: a module's buffers are
+            other tensors after it has moved. Methods that compute their own scales ignore them.
     """
 
-    def __init__(self, method: KVCacheMethod, scales: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, method: KVCacheMethod, scales: Callable[[int], tuple[Tensor, Tensor]]) -> None:
         self.method = method
         self.scales = scales
 
     def __call__(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Both rounded; shapes ``[..., D]``."""
-        k_scale, v_scale = self.scales[layer_idx]
+        k_scale, v_scale = self.scales(layer_idx)
         return _RoundTrip.apply(keys, k_scale, self.method), _RoundTrip.apply(values, v_scale, self.method)
 
 
@@ -200,4 +202,12 @@ def kv_scales(model: nn.Module, scheme: QuantScheme) -> list[tuple[Tensor, Tenso
 def kv_rounding(model: nn.Module, scheme: QuantScheme) -> KVRounding | None:
     """The rounding of ``scheme``'s cache with the scales of ``model``; ``None`` for a cache in the compute dtype."""
     method = kv_method(scheme)
-    return None if method is None else KVRounding(method, kv_scales(model, scheme))
+    if method is None:
+        return None
+    modules, one = attention_modules(model), torch.ones(())
+
+    def scales(layer_idx: int) -> tuple[Tensor, Tensor]:
+        module = modules[layer_idx]
+        return (one, one) if method.per_token else (module.get_buffer("k_scale"), module.get_buffer("v_scale"))
+
+    return KVRounding(method, scales)

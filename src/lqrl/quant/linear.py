@@ -22,6 +22,14 @@ from lqrl.quant.numerics import shared_amax
 
 BackwardMode = Literal["high_precision", "dequantized"]
 
+_invalidations = 0
+
+
+def invalidations() -> int:
+    """How often codes were declared stale by hand; a refresh takes a change of it for a change of weights."""
+    return _invalidations
+
+
 # Optimizers that write through `.data` or raw pointers do not raise a weight's version; every step counts here.
 _optimizer_steps = 0
 
@@ -39,8 +47,12 @@ def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
 
     Steps do not count for frozen weights, whose codes are made once.
     """
-    steps = _optimizer_steps if any(w.requires_grad for w in weights) else 0
-    return (*(w._version for w in weights), *(w.data_ptr() for w in weights), steps)
+    key, steps = [], 0
+    for weight in weights:  # no generators: an export asks this for every layer
+        key += (weight._version, weight.data_ptr())
+        if weight.requires_grad:
+            steps = _optimizer_steps
+    return (*key, steps)
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,8 @@ class AlignedLinear(nn.Linear):
         self.invalidate()
 
     def _key(self) -> tuple[int, ...]:
+        if not self._siblings:
+            return weight_key(self.sources())
         return weight_key([source for layer in self._siblings or (self,) for source in layer.sources()])
 
     def _quantized(self) -> Quantized:
@@ -188,8 +202,11 @@ class AlignedLinear(nn.Linear):
         return lambda x: quantized.method.logits(x, quantized.operands)
 
     def invalidate(self) -> None:
-        """Forget the codes; the next forward quantizes anew."""
-        self._cache = None
+        """Forget the codes, and those of layers with the same scale; the next forward or refresh quantizes anew."""
+        global _invalidations
+        _invalidations += 1
+        for layer in self._siblings or (self,):
+            layer._cache = layer._amax = None
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (autocast's where it is on)."""

@@ -119,8 +119,8 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
                 method.quantize(torch.zeros(1, width))
             except ValueError as error:
                 raise ValueError(
-                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}; take a smaller "
-                    f"group, or keep the layer in high precision with skip=['*.{name.rpartition('.')[2]}']"
+                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}, for example "
+                    f"skip=['*.{name.rpartition('.')[2]}']" + (", or int4_w4a16_g32" if width % 32 == 0 else "")
                 ) from error
 
 

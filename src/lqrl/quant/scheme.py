@@ -105,11 +105,17 @@ class QuantScheme:
         if base not in PRESETS:
             raise ValueError(f"unknown quantization scheme {base!r}; use one of {', '.join(sorted(PRESETS))}")
         scheme = PRESETS[base]
+        fields: dict[str, Any] = {}
         for addition in additions:
             if addition not in ADDITIONS:
                 raise ValueError(f"unknown addition {addition!r} to scheme {base!r}; use one of {', '.join(ADDITIONS)}")
-            scheme = replace(scheme, name=name, **ADDITIONS[addition])
-        return scheme
+            doubled = fields.keys() & ADDITIONS[addition].keys()
+            if doubled:
+                raise ValueError(
+                    f"{addition!r} sets {', '.join(doubled)}, which an addition before it has set; keep one of them"
+                )
+            fields |= ADDITIONS[addition]
+        return replace(scheme, name=name, **fields) if fields else scheme
 
     @classmethod
     def parse(cls, value: str | QuantScheme) -> QuantScheme:
@@ -199,9 +205,9 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
         modules[name] = module
         if not isinstance(module, (nn.Linear, LowBitLinear)) and not holds_stacked_weights(module):
             continue
-        parts = name.split(".")
-        if any(part.startswith("lora_") for part in parts):
+        if ".lora_" in f".{name}":
             continue
+        parts = name.split(".")
         wanted = scheme.lm_head if module is head else parts[-1] not in _NEVER and "router" not in parts
         if wanted:
             candidates.append(name)

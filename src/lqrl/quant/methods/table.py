@@ -45,9 +45,16 @@ def linear_method(scheme: QuantScheme) -> LinearMethod:
     """
     method = METHODS.get((scheme.weight, scheme.activation))
     if method is None:
-        known = "; ".join(f"{w} with {a or 'high-precision'} activations" for w, a in METHODS)
         raise ValueError(
             f"no kernel computes scheme {scheme.name!r} (weight {scheme.weight}, activation {scheme.activation}); "
-            f"supported: {known}"
+            f"{_nearest(scheme.weight)}"
         )
     return method
+
+
+def _nearest(weight: TensorFormat | None) -> str:
+    """The supported pairs that share the weight's format, or else its dtype, or else all."""
+    same = [pair for pair in METHODS if pair[0] == weight]
+    alike = [pair for pair in METHODS if pair[0] and weight and pair[0].dtype == weight.dtype]
+    pairs = "; ".join(f"{w} with {a or 'high-precision'} activations" for w, a in same or alike or METHODS)
+    return f"this weight goes as {pairs}" if same else f"supported: {pairs}"

@@ -46,6 +46,6 @@ def in_groups(x: Tensor, size: int, name: str) -> Tensor:
     if x.shape[-1] % size:
         raise ValueError(
             f"{name} shares a scale among {size} neighbors, and {size} does not divide the input width {x.shape[-1]}: "
-            f"put this layer on the scheme's skip list, or choose a format whose group divides it"
+            f"take a format whose group divides it, or put such layers on the scheme's skip list"
         )
     return x.unflatten(-1, (x.shape[-1] // size, size))
