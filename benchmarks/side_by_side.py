@@ -51,10 +51,14 @@ class Timer:
                     times[name].append(elapsed)
         return {name: statistics.median(values) for name, values in times.items()}
 
-    def wall(self, run: Callable[[], object]) -> float:
-        """Median wall milliseconds of ``run`` with the device idle before and after, host work included."""
+    def wall(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """Median wall milliseconds of ``run`` with the device idle before and after, host work included.
+
+        ``before`` is called ahead of each run and is not measured.
+        """
         times = []
         for turn in range(self.repeats + 1):
+            before()
             self.synchronize()
             started = time.perf_counter()
             run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +34,29 @@ class Written:
 class _Ledger:
     """What has been written, and flags that stay on the device until the end (one host round trip a refresh)."""
 
-    def __init__(self, targets: dict[str, Tensor], aliases: dict[str, str], frozen: Digests) -> None:
-        self.targets = targets
-        self.aliases = aliases
+    def __init__(self, model: nn.Module, frozen: Digests) -> None:
+        self._model = model
         self.frozen = frozen
         self.written: dict[str, int] = {}
         self._flags: dict[torch.device, Tensor] = {}  # a row for each tensor, in the order they came
         self._waiting: dict[torch.device, list[Copy]] = {}
         self._waiting_bytes = 0
 
+    @cached_property
+    def _names(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        # Not before the first tensor: the sender's GPU is busy with the stream from then on.
+        return loadable_tensors(self._model)
+
+    @property
+    def targets(self) -> dict[str, Tensor]:
+        return self._names[0]
+
     def add(self, name: str, source: Tensor, stable: bool) -> None:
         """Write ``source``; one that is ``stable`` may wait until many are written together."""
         target = self._target(name, source)
         if stable and source.device == target.device:
-            self._waiting.setdefault(target.device, []).append(Copy(target, source.detach(), name, len(self.written)))
+            source = source.detach() if source.requires_grad else source
+            self._waiting.setdefault(target.device, []).append(Copy(target, source, name, len(self.written)))
             self.written[name] = source.numel()
             self._waiting_bytes += source.numel() * source.element_size()
             if self._waiting_bytes >= _BATCH_BYTES:
@@ -69,8 +79,8 @@ class _Ledger:
 
     def _target(self, name: str, source: Tensor) -> Tensor:
         target = self.targets.get(name)
-        if target is None and name in self.aliases:
-            raise RefreshError(f"{name} is tied to {self.aliases[name]}; send it once, under that name")
+        if target is None and name in self._names[1]:
+            raise RefreshError(f"{name} is tied to {self._names[1][name]}; send it once, under that name")
         if target is None:
             raise RefreshError(
                 f"the engine has no tensor named {name}; export with the scheme the engine was built for"
@@ -136,7 +146,7 @@ def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)] = name
-            targets[name] = tensor.detach()
+            targets[name] = tensor.detach() if tensor.requires_grad else tensor
     return targets, aliases
 
 
@@ -174,7 +184,7 @@ def write_weights_(model: nn.Module, weights: NamedTensors, frozen: Digests | No
     Raises:
         RefreshError: see `lqrl.engines.base.RolloutEngine.update_weights`; part of ``model`` may be overwritten then.
     """
-    ledger = _Ledger(*loadable_tensors(model), frozen or {})
+    ledger = _Ledger(model, frozen or {})
     stable = isinstance(weights, StableTensors)
     try:
         for name, tensor in weights:

@@ -57,7 +57,8 @@ class CodeModule(LowBitLinear):
 
     def shipped(self) -> dict[str, Tensor]:
         """The stored tensors, by name."""
-        return {name: self.get_buffer(name) for name in self.shipped_names}
+        buffers: dict[str, Any] = self._buffers  # `get_buffer` takes ten times as long
+        return {name: buffers[name] for name in self.shipped_names}
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -16,10 +16,11 @@ _KNOWN = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 
 def holds_stacked_weights(module: nn.Module) -> bool:
     """Whether ``module`` itself has a parameter of three dimensions that is no convolution's: weights of experts."""
-    if isinstance(module, _ConvNd):
-        return False
-    # `_parameters` and not `parameters()`: a walk over all modules of a model asks this thousands of times a refresh.
-    return any(p is not None and p.ndim == 3 and min(p.shape) > 1 for p in module._parameters.values())
+    # `_parameters` and no generators: a walk over all modules of a model asks this thousands of times a refresh.
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.ndim == 3 and min(parameter.shape) > 1:
+            return not isinstance(module, _ConvNd)
+    return False
 
 
 def check_layout(name: str, experts: nn.Module) -> None:
