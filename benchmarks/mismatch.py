@@ -24,6 +24,7 @@ from lqrl.engines import EngineSpec, TorchEngineFactory
 from lqrl.learner.kv_scales import calibrate_kv_
 from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
+from lqrl.modeling.exact import exact_learner_
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer, resolve_source
 from lqrl.quant import (
@@ -87,7 +88,7 @@ def sample(
         mask = torch.arange(longest)[None] < torch.tensor([len(p.input_ids) for p in prompts])[:, None]
         calibrate_kv_(Scorer(policy, 1.0, dtype), ids, mask.to(device), token_budget=8192)
     limit = policy.config.max_position_embeddings
-    spec = EngineSpec(policy.config, scheme, dtype, device, limit, (tokenizer.eos_token_id,))
+    spec = EngineSpec(policy.config, scheme, dtype, device, limit, (tokenizer.eos_token_id,), exact=args.exact)
     engine = TorchEngineFactory(max_num_seqs=64)(spec)
     engine.update_weights(export_weights(policy, scheme, export_dtype=dtype), policy_version=0)
     params = SamplingParams(n=args.samples, max_tokens=args.tokens, ignore_eos=args.ignore_eos)
@@ -100,10 +101,12 @@ def sample(
 
 
 @torch.no_grad()
-def gap(policy: PreTrainedModel, scheme: QuantScheme | None, dtype: torch.dtype, batch: RolloutBatch) -> dict:
+def gap(
+    policy: PreTrainedModel, scheme: QuantScheme | None, dtype: torch.dtype, batch: RolloutBatch, exact: bool = False
+) -> dict:
     """The learner's log-probs of sampled tokens against the engine's; ``scheme`` rounds the learner's cache."""
     kv = None if scheme is None else kv_rounding(policy, scheme)
-    scored = Scorer(policy, 1.0, dtype, kv).score(batch.input_ids, batch.attention_mask)
+    scored = Scorer(policy, 1.0, dtype, kv, exact).score(batch.input_ids, batch.attention_mask)
     mask: Tensor = batch.completion_mask
     difference = (scored - batch.rollout_logprobs)[mask].abs()
     metrics = {k: float(v.value) for k, v in mismatch_metrics(scored, batch.rollout_logprobs, mask).items()}
@@ -124,7 +127,10 @@ def measure(name: str, case: Case, dtype: torch.dtype, device: torch.device, arg
     policy, batch = sample(name, scheme, dtype, device, args)
     if case.aligned:
         prepare_(policy, scheme, export_dtype=dtype)
-    row = gap(policy, scheme if case.aligned else None, dtype, batch)
+    exact = args.exact and (case.aligned or not scheme.quantizes)
+    if exact:
+        exact_learner_(policy, dtype)
+    row = gap(policy, scheme if case.aligned else None, dtype, batch, exact)
     return {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -138,6 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that say what is sampled, and where."""
     parser.add_argument("--model", default="asset:countdown_policy")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--exact", action="store_true", help="engine and aligned learner in exact mode")
     parser.add_argument("--transform", default="none", choices=list(TRANSFORMS), help="folded in before all else")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -150,13 +157,15 @@ def main() -> None:
     """Print the table, one JSON line a row with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", help="one or several, separated by commas")
+    parser.add_argument("--schemes", nargs="*", help="aligned learners of these schemes instead of the usual cases")
     add_arguments(parser)
     args = parser.parse_args()
     print(f"{args.model}, {args.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'dtype':9} {'engine':17} {'learner':12} {'tokens':>7} {'equal':>7} {'k3':>9}", end=" ")
     print(f"{'mean':>9} {'max':>9} {'ESS':>6}")
     for dtype in args.dtype.split(","):
-        for case in CASES:
+        cases = [Case(name, "aligned", True) for name in args.schemes or ()] or CASES
+        for case in cases:
             row = measure(args.model, case, parse_dtype(dtype), torch.device(args.device), args)
             if args.json:
                 print(json.dumps(row))
