@@ -187,7 +187,7 @@ def test_nan_or_inf_in_nvfp4_activations_stays_in_its_block(bad):
 
 
 def test_nvfp4_wants_blocks_of_16_and_a_matrix():
-    with pytest.raises(ValueError, match="16 does not divide the input width 24: put this layer on the scheme's skip"):
+    with pytest.raises(ValueError, match="16 does not divide the input width 24: take a format whose group"):
         quantize_nvfp4(torch.zeros(2, 24))
     with pytest.raises(ValueError, match=r"\[out, in\]"):
         quantize_nvfp4(torch.zeros(16))

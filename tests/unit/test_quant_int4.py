@@ -118,7 +118,7 @@ def test_a_group_with_nan_or_inf_dequantizes_to_nan_and_spares_the_others(bad):
 
 
 def test_a_group_that_does_not_divide_the_input_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="128 does not divide the input width 192: put this layer on the"):
+    with pytest.raises(ValueError, match="128 does not divide the input width 192: take a format whose group"):
         quantize_int4_group(torch.zeros(2, 192), 128)
 
 

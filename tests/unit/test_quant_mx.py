@@ -143,5 +143,5 @@ def test_nan_or_inf_makes_its_block_nan_and_spares_the_others(bad):
 
 
 def test_a_width_that_32_does_not_divide_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="32 does not divide the input width 48: put this layer on the scheme's"):
+    with pytest.raises(ValueError, match="32 does not divide the input width 48: take a format whose group"):
         quantize_mxfp8(torch.zeros(2, 48))
