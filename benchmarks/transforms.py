@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from prompts import make_prompts
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lqrl.data import Arithmetic, Countdown
 from lqrl.engines import EngineSpec, TorchEngineFactory
 from lqrl.modeling.backbone import Packed, hidden_states, load_model, output_weight, pack
 from lqrl.modeling.sources import load_tokenizer, resolve_source
@@ -58,21 +58,6 @@ class Measured:
     weights: dict[str, float]
     kl: float
     drift: float  # largest difference of a log-prob that folding alone makes
-
-
-def make_prompts(tokenizer, count: int) -> list[Prompt]:
-    """Chat prompts where the model chats, countdown problems where it does not."""
-    if tokenizer.chat_template:
-        task = Arithmetic(digits=2, size=count)
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": task[i]["prompt"]}], tokenize=False, add_generation_prompt=True
-            )
-            for i in range(count)
-        ]
-    else:
-        texts = [Countdown(size=count)[i]["prompt"] for i in range(count)]
-    return [Prompt(i, tuple(tokenizer(t)["input_ids"]), t) for i, t in enumerate(texts)]
 
 
 @torch.no_grad()
