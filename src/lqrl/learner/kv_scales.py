@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lqrl.learner.update import world_size
-from lqrl.quant.kv import SCALE_NAMES, KVObserver, attention_modules, kv_method
-from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.kv import SCALE_NAMES, KVObserver, attention_modules, calibrates_kv
 from lqrl.rollouts.batching import microbatches
 
 if TYPE_CHECKING:
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
 
 CALIBRATION_PROMPTS = 32
 """Prompts that the first scales are taken from, before there are rollouts."""
-
-
-def calibrates_kv(scheme: QuantScheme) -> bool:
-    """Whether the scheme's cache has scales that are calibrated."""
-    method = kv_method(scheme)
-    return method is not None and not method.per_token
 
 
 @torch.no_grad()

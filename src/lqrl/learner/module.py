@@ -26,7 +26,7 @@ from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, RolloutEngine
 from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
 from lqrl.learner.frozen import SentOnce, without_frozen
-from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate, calibrates_kv
+from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate
 from lqrl.learner.options import check_options, check_precision
 from lqrl.learner.policy import build_policy, build_reference, build_scorer, engine_spec
 from lqrl.learner.scorer import Scorer
@@ -44,6 +44,7 @@ from lqrl.learner.validation import Validation
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer
 from lqrl.quant import BackwardMode, InvariantTransform, Lora, QuantScheme, export_weights
+from lqrl.quant.kv import calibrates_kv
 from lqrl.rewards import RewardSum
 from lqrl.rollouts import Refill, Rollouts, check_fresh, collect, rollout_metrics, speed_metrics, to_train_batch
 from lqrl.rollouts.collect import Beliefs, DrawMore

@@ -106,6 +106,12 @@ def kv_method(scheme: QuantScheme) -> KVCacheMethod | None:
     return method
 
 
+def calibrates_kv(scheme: QuantScheme) -> bool:
+    """Whether the scheme's cache has scales that are calibrated."""
+    method = kv_method(scheme)
+    return method is not None and not method.per_token
+
+
 class _RoundTrip(torch.autograd.Function):
     """Forward: what the cache gives back. Backward: straight through."""
 
@@ -175,12 +181,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_kv_(model: nn.Module, scheme: QuantScheme) -> None:
-    """Give ``model`` the buffers of calibrated scales, 1 until `calibrate_`; nothing for other caches.
+    """Give ``model`` the buffers of calibrated scales, 1 until they are; nothing for other caches.
 
     Learner and engine call this: the scales are then exported, shipped and saved like weights.
     """
-    method = kv_method(scheme)
-    if method is None or method.per_token:
+    if not calibrates_kv(scheme):
         return
     for module in attention_modules(model):
         device = next(chain(module.parameters(), module.buffers())).device  # a quantized layer has buffers alone

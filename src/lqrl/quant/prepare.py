@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, shipped_experts
 from lqrl.quant.finite_checks import FiniteChecks
-from lqrl.quant.kv import SCALE_NAMES, kv_method
+from lqrl.quant.kv import SCALE_NAMES, calibrates_kv
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear, quantize_layers
 from lqrl.quant.lora import AdaptedLinear, LoraLinear
 from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
@@ -227,8 +227,7 @@ def _buffers(
 ) -> Iterator[tuple[str, Tensor]]:
     if not module._buffers:
         return
-    cache = kv_method(scheme)
-    with_kv_scales = cache is not None and not cache.per_token
+    with_kv_scales = calibrates_kv(scheme)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
             # Scales stay in fp32, like those of codes.

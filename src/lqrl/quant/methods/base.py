@@ -89,3 +89,10 @@ def written(values: Operands, out: Operands | None) -> Operands:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
     return out
+
+
+def finished(y: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Rows ``y`` ``[M, N]`` plus ``bias``, in the dtype and the leading shape of the input ``x`` ``[..., K]``."""
+    y = y.to(x.dtype)
+    y = y if bias is None else y + bias.to(x.dtype)
+    return y.view(*x.shape[:-1], -1)

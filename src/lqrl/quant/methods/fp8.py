@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import fp8_gemm
-from lqrl.quant.methods.base import LinearMethod, Operands, written
+from lqrl.quant.methods.base import LinearMethod, Operands, finished, written
 from lqrl.quant.numerics import (
     dequantize,
     dequantize_fp8_block,
@@ -58,8 +58,7 @@ class Fp8Channel(LinearMethod):
         rows = x.reshape(-1, x.shape[-1])
         codes, scale = self.quantize_input(rows)
         y = fp8_gemm.row_scaled(codes, scale.expand(len(rows), 1), operands[0], operands[1], x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(y, bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""
@@ -107,8 +106,7 @@ class Fp8Block(LinearMethod):
         """Quantize the groups, multiply block by block, add the bias in the dtype of ``x``."""
         codes, scale = quantize_fp8_group(x.reshape(-1, x.shape[-1]))
         y = fp8_gemm.block_scaled(codes, scale, operands[0], operands[1], x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(y, bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""

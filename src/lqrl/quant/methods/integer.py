@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import kernels
-from lqrl.quant.methods.base import LinearMethod, Operands
+from lqrl.quant.methods.base import LinearMethod, Operands, finished
 from lqrl.quant.numerics import INT8_MAX, dequantize
 from lqrl.quant.rows import quantize_int8_channel, quantize_int8_channels, quantize_int8_token
 
@@ -51,9 +51,7 @@ class IntegerGemm(LinearMethod):
         rows = x.reshape(-1, x.shape[-1])
         codes, token_scale = quantize_int8_token(rows, self.activation_max)
         acc = kernels.int8_mm(codes, packed, scale.shape[0])
-        y = acc.float().mul_(scale.view(1, -1)).mul_(token_scale).to(x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(acc.float().mul_(scale.view(1, -1)).mul_(token_scale), bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lqrl.algorithms.logprobs import wide_matmul
-from lqrl.quant.methods.base import LinearMethod, Operands, written
+from lqrl.quant.methods.base import LinearMethod, Operands, finished, written
 from lqrl.quant.numerics import (
     decode_e2m1,
     dequantize_mxfp8,
@@ -50,9 +50,7 @@ class Mxfp8(LinearMethod):
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the blocks of ``x``, multiply, round once, add the bias."""
         rows = self.round_input(x.reshape(-1, x.shape[-1]))
-        y = _wide(rows, operands[0]).to(x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(_wide(rows, operands[0]), bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * 2**(scale - 127)``."""
@@ -89,9 +87,7 @@ class Nvfp4(LinearMethod):
         token_scale = nvfp4_token_scale(rows)
         codes, scale = quantize_nvfp4_dynamic(rows, token_scale.unsqueeze(-1))
         acc = _wide(_scaled(codes, scale).to(operands[0].dtype), operands[0])
-        y = acc.div_(operands[1]).div_(token_scale).to(x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(acc.div_(operands[1]).div_(token_scale), bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * (scale / global_scale)``."""
