@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import exact
-from lqrl.quant.methods.base import LinearMethod, Operands
+from lqrl.quant.methods.base import LinearMethod, Operands, finished
 from lqrl.quant.methods.fp8 import Fp8Channel
 from lqrl.quant.methods.integer import IntegerGemm
 from lqrl.quant.methods.microscaling import Mxfp8
@@ -81,9 +81,7 @@ class ExactFp8(_Exact):
         assert isinstance(self.base, Fp8Channel)
         codes, scale = self.base.quantize_input(x.reshape(-1, x.shape[-1]))
         acc = exact.linear(codes.bfloat16(), operands[0], dtype=torch.float32)
-        y = acc.mul_(operands[1].view(1, -1)).mul_(scale).to(x.dtype)
-        y = y if bias is None else y + bias.to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return finished(acc.mul_(operands[1].view(1, -1)).mul_(scale), bias, x)
 
 
 def exact_method(method: LinearMethod) -> LinearMethod:
