@@ -259,7 +259,8 @@ def check_copies(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     floats = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
     dtypes = [*floats, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
-    sizes = [0, 5] if device.type == "cpu" else [0, 1, 5, 32768, 65536, 1_000_001]
+    # Multiples of 16 are copied together; the others take the way of tensors that do not lie in whole words.
+    sizes = [0, 5, 16] if device.type == "cpu" else [0, 1, 5, 16, 32768, 65536, 1_000_001]
     targets, copies = [], []
     for dtype in dtypes:
         for size in sizes:
@@ -270,9 +271,11 @@ def check_copies(device: torch.device) -> None:
                 source = source.to(dtype).to(device)
                 target = source.clone()
                 if size:
-                    target.view(torch.uint8)[:3] ^= 1
+                    flips = torch.tensor([1, 0x80, 0xFF, 0, 0x7F], dtype=torch.uint8, device=device)
+                    flips &= 1 if dtype == torch.bool else 0xFF
+                    target.view(torch.uint8)[:5] ^= flips[: target.view(torch.uint8).numel()]
                 targets.append(target)
-                name = f"{len(copies)}.{'weight_scale' if size % 2 else 'weight'}"
+                name = f"{len(copies)}.{'weight_scale' if size % 2 or size == 16 else 'weight'}"
                 copies.append(eager_copy.Copy(target.clone(), source, name, len(copies)))
     if device.type == "cpu":
         for dtype, name in ((torch.bfloat16, "long.weight"), (torch.uint8, "long.weight_scale")):

@@ -16,8 +16,9 @@ from lqrl.quant.triton_use import tiles
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES = 8192  # of one program's tile
-_TILES = 4
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_WORDS = 2048  # of 4 bytes, where many tensors are copied together
+_TILES = 4  # fewer than 256: elements of a byte are counted in a byte
+_WARPS = 8
 _TENSORS = 256  # of one launch
 _NEVER = 2**62  # first program of a tensor that is not there
 
@@ -53,58 +54,57 @@ def _copy(
 
 
 @triton.jit
-def _stretch(
-    source_ptr, target_ptr, left, not_finite, value,
-    MASKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Copy some tiles; how many elements changed, and whether there is NaN or inf."""
-    changed = tl.zeros((BLOCK,), dtype=tl.int32)
-    broken = tl.zeros((BLOCK,), dtype=tl.int32)
-    for tile in range(0, TILES):
-        offsets = tile * BLOCK + tl.arange(0, BLOCK)
-        sources, targets = source_ptr + offsets, target_ptr + offsets
-        if ALIGNED:  # to 16 bytes, which the compiler cannot see in an address from a table
-            sources = tl.multiple_of(sources, 16)
-            targets = tl.multiple_of(targets, 16)
-        if MASKED:
-            mask = offsets < left
-            new = tl.load(sources, mask=mask, other=0)
-            changed += (new != tl.load(targets, mask=mask, other=0)).to(tl.int32)
-            tl.store(targets, new, mask=mask)
-            broken |= (((new & not_finite) == value) & mask).to(tl.int32)
-        else:
-            new = tl.load(sources)
-            changed += (new != tl.load(targets)).to(tl.int32)
-            tl.store(targets, new)
-            broken |= ((new & not_finite) == value).to(tl.int32)
-    return tl.sum(changed, 0), tl.max(broken, 0)
-
-
-@triton.jit
 def _copies(
-    table_ptr, flags_ptr, WORD: tl.constexpr, ALIGNED: tl.constexpr, TENSORS: tl.constexpr,
-    BLOCK: tl.constexpr, TILES: tl.constexpr,
+    table_ptr, flags_ptr, BITS: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """One stretch of one tensor.
+    """One stretch of one tensor, in words of 32 bits that hold elements of ``BITS`` bits.
 
-    The table holds each tensor's first program; then its addresses, elements, row of the flags, mask and value.
+    The elements of a word are compared and looked at together, so that the pass is bound by memory: the top bit of each
+    becomes 1 where it differs, and where its magnitude plus a carry reaches that bit. The table holds each tensor's
+    first program; then its addresses, words, row of the flags, and the masks of `_carries`.
     """
+    one: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each element
+    low: tl.constexpr = one * ((1 << (BITS - 1)) - 1)  # all but the top bit
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table_ptr + tl.arange(0, TENSORS)) <= program).to(tl.int32), 0) - 1
     first = (program - tl.load(table_ptr + tensor)) * (BLOCK * TILES)
-    row = table_ptr + TENSORS + tensor * 6
-    source_ptr = tl.load(row).to(tl.pointer_type(WORD)) + first
-    target_ptr = tl.load(row + 1).to(tl.pointer_type(WORD)) + first
-    left = tl.load(row + 2) - first
-    not_finite = tl.load(row + 4).to(WORD)
-    value = tl.load(row + 5).to(WORD)
-    if left >= BLOCK * TILES:  # a mask that the compiler knows nothing about would make it copy word by word
-        changed, broken = _stretch(source_ptr, target_ptr, left, not_finite, value, False, ALIGNED, BLOCK, TILES)
-    else:
-        changed, broken = _stretch(source_ptr, target_ptr, left, not_finite, value, True, ALIGNED, BLOCK, TILES)
+    row = table_ptr + TENSORS + tensor * 7
+    source_ptr = tl.load(row).to(tl.pointer_type(tl.uint32)) + first
+    target_ptr = tl.load(row + 1).to(tl.pointer_type(tl.uint32)) + first
+    left = tl.multiple_of(tl.load(row + 2) - first, 4)
+    magnitude, carry = tl.load(row + 4).to(tl.uint32), tl.load(row + 5).to(tl.uint32)
+    free = tl.load(row + 6).to(tl.uint32)
+    changed = tl.zeros((BLOCK,), dtype=tl.uint32)
+    broken = tl.zeros((BLOCK,), dtype=tl.uint32)
+    for tile in range(0, TILES):
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < left
+        # Aligned to 16 bytes, which the compiler cannot see in an address from a table.
+        sources, targets = tl.multiple_of(source_ptr + offsets, 16), tl.multiple_of(target_ptr + offsets, 16)
+        new = tl.load(sources, mask=mask, other=0)
+        other = new ^ tl.load(targets, mask=mask, other=0)
+        tl.store(targets, new, mask=mask)
+        changed += ((((other & low) + low) | other) >> (BITS - 1)) & one  # a count for each element of a word
+        broken |= ((new & magnitude) + carry) & (new | free)
+    total = tl.zeros((BLOCK,), dtype=tl.uint32)
+    for shift in tl.static_range(0, 32, BITS):
+        total += (changed >> shift) & ((1 << BITS) - 1)
     flags_ptr += tl.load(row + 3) * 2
-    tl.atomic_add(flags_ptr, changed.to(tl.int64))
-    tl.atomic_max(flags_ptr + 1, broken.to(tl.int64))
+    tl.atomic_add(flags_ptr, tl.sum(total, 0).to(tl.int64))
+    tl.atomic_max(flags_ptr + 1, tl.max(((broken & (one << (BITS - 1))) != 0).to(tl.int32), 0).to(tl.int64))
+
+
+def _carries(mask: int, value: int, size: int) -> tuple[int, int, int]:
+    """What finds NaN and inf in a word: a mask of magnitudes, a carry, and the bits that need not be set.
+
+    ``value``, the magnitude from which on an element is not finite, plus the carry reaches the element's top bit.
+    """
+    bits = 8 * size
+    one, top = 0xFFFFFFFF // ((1 << bits) - 1), 1 << (bits - 1)
+    if (mask, value) == _NOTHING:
+        return 0, 0, 0
+    free = 0 if mask & top else 0xFFFFFFFF  # an unsigned element counts its top bit too
+    return one * (top - 1), one * (top - (value & (top - 1))), free
 
 
 def _limits(target: Tensor, e8m0: bool) -> tuple[int, int]:
@@ -118,33 +118,41 @@ def counted_copies_(copies: Sequence[Copy], flags: Tensor) -> None:
         copies: contiguous targets; all on one device.
         flags: int64 ``[rows, 2]``.
     """
-    groups: dict[tuple[int, bool], list[Copy]] = {}
+    groups: dict[int, list[Copy]] = {}
     for copy in copies:
         if not copy.source.is_contiguous():
             copy = copy._replace(source=copy.source.contiguous())
-        aligned = (copy.source.data_ptr() | copy.target.data_ptr()) % 16 == 0
-        groups.setdefault((copy.target.element_size(), aligned), []).append(copy)
+        size, target = copy.target.element_size(), copy.target
+        if size == 8 or (copy.source.data_ptr() | target.data_ptr() | target.numel() * size) % 16:
+            counted_copy_(target, copy.source, flags[copy.row], e8m0=_e8m0(copy))
+        else:
+            groups.setdefault(size, []).append(copy)
     with torch.cuda.device_of(flags):
-        for (size, aligned), group in groups.items():
+        for size, group in groups.items():
             for start in range(0, len(group), _TENSORS):
-                _launch(group[start : start + _TENSORS], flags, size, aligned)
+                _launch(group[start : start + _TENSORS], flags, size)
     torch.autograd.graph.increment_version([copy.target for copy in copies])
 
 
-def _launch(group: Sequence[Copy], flags: Tensor, size: int, aligned: bool) -> None:
-    block, programs = _BYTES // size, 0
-    starts, rows = [_NEVER] * _TENSORS, [0] * (6 * _TENSORS)
+def _e8m0(copy: Copy) -> bool:
+    return copy.target.dtype == torch.uint8 and copy.name.endswith("weight_scale")
+
+
+def _launch(group: Sequence[Copy], flags: Tensor, size: int) -> None:
+    programs = 0
+    starts, rows = [_NEVER] * _TENSORS, [0] * (7 * _TENSORS)
     for place, copy in enumerate(group):
-        elements, e8m0 = copy.target.numel(), copy.target.dtype == torch.uint8 and copy.name.endswith("weight_scale")
+        words = copy.target.numel() * size // 4
         starts[place] = programs
-        rows[6 * place : 6 * place + 6] = (
-            copy.source.data_ptr(), copy.target.data_ptr(), elements, copy.row, *_limits(copy.target, e8m0),
+        rows[7 * place : 7 * place + 7] = (
+            copy.source.data_ptr(), copy.target.data_ptr(), words, copy.row,
+            *_carries(*_limits(copy.target, _e8m0(copy)), size),
         )  # fmt: skip
-        programs += tiles(elements, block * _TILES)
+        programs += tiles(words, _WORDS * _TILES)
     if programs:
         table = torch.tensor(starts + rows, dtype=torch.int64).to(flags.device, non_blocking=True)
         _copies[(programs,)](
-            table, flags, WORD=_WORDS[size], ALIGNED=aligned, TENSORS=_TENSORS, BLOCK=block, TILES=_TILES, num_warps=8,
+            table, flags, BITS=8 * size, TENSORS=_TENSORS, BLOCK=_WORDS, TILES=_TILES, num_warps=_WARPS
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ _WIDTH = 2**15  # words that share one table of place values, as in `lqrl.engine
 _MIX_1 = tl.constexpr(-4658895280553007687)  # of `lqrl.engines.sampling.mix64`
 _MIX_2 = tl.constexpr(-7723592293110705685)
 _BLOCK = 1024  # words of one program's tile
-_ROWS = 16  # blocks of place values that one program walks, so that it computes those once
+_ROWS = 64  # blocks of place values that one program walks, so that it computes those once
 
 
 @triton.jit

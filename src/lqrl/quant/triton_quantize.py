@@ -22,7 +22,7 @@ from lqrl.quant.numerics.fp8 import (
     FP8_TENSOR_AMAX_FLOOR,
 )
 from lqrl.quant.numerics.int4 import INT4_SCALE_FLOOR
-from lqrl.quant.triton_casts import from_bf16, rounded_to_bf16, to_bf16, to_e4m3, to_integer
+from lqrl.quant.triton_casts import from_bf16, quotient, rounded_to_bf16, to_bf16, to_e4m3, to_integer
 from lqrl.quant.triton_use import power_of_two, tiles
 
 WIDEST = 32768  # a longer row is read twice instead of kept in registers
@@ -44,11 +44,10 @@ def _values(pointer, mask, BF16: tl.constexpr, ROUND: tl.constexpr = False):
 
 
 @triton.jit
-def _finite_amax(x, axis: tl.constexpr):
-    """Largest finite magnitude, and whether there is NaN or inf: the hardware's max drops NaN."""
-    magnitude = tl.abs(x)
-    finite = magnitude < _INF
-    return tl.max(tl.where(finite, magnitude, 0.0), axis), tl.max(tl.where(finite, 0, 1), axis) != 0
+def _amax(x, axis: tl.constexpr):
+    """Largest magnitude, and whether it is NaN or inf: magnitudes are ordered as their bits, NaN above inf."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    return bits.to(tl.float32, bitcast=True), bits >= 0x7F800000
 
 
 @triton.jit
@@ -65,11 +64,12 @@ def _fp8_scale(amax, bad, floor):
 
 
 @triton.jit
-def _row_codes(x, scale, factor, bad, FP8: tl.constexpr):
+def _row_codes(x, scale, factor, FP8: tl.constexpr):
+    """Codes of finite values; the scale is known to fit them."""
     if FP8:
-        return tl.where(bad, _NAN_CODE, to_e4m3(tl.math.div_rn(x, scale))).to(tl.uint8)
+        return to_e4m3(quotient(x, scale), False)
     else:
-        return tl.where(bad, 0, to_integer(x * factor)).to(tl.int8)
+        return to_integer(x * factor).to(tl.int8)
 
 
 @triton.jit
@@ -84,10 +84,10 @@ def quantize_row(
     if ALIGNED:  # to 16 bytes, which the compiler cannot see in an address from a table
         values_ptr = tl.multiple_of(values_ptr, 16)
     x = _values(values_ptr, offsets < columns, BF16, ROUND)
-    amax, bad = _finite_amax(x, 0)
+    amax, bad = _amax(x, 0)
     for index in range(REST):
         part = (index + 1) * BLOCK + offsets
-        part_amax, part_bad = _finite_amax(_values(x_ptr + part, part < columns, BF16, ROUND), 0)
+        part_amax, part_bad = _amax(_values(x_ptr + part, part < columns, BF16, ROUND), 0)
         amax = tl.maximum(amax, part_amax)
         bad = bad | part_bad
     if FP8:
@@ -96,11 +96,17 @@ def quantize_row(
     else:
         scale, factor = _int8_scales(amax, bad, largest, floor)
     tl.store(scale_ptr, scale)
-    tl.store(codes_ptr + offsets, _row_codes(x, scale, factor, bad, FP8), mask=offsets < columns)
-    for index in range(REST):
-        part = (index + 1) * BLOCK + offsets
-        x = _values(x_ptr + part, part < columns, BF16, ROUND)
-        tl.store(codes_ptr + part, _row_codes(x, scale, factor, bad, FP8), mask=part < columns)
+    if bad:  # a branch of the whole program costs less than a choice for each element
+        code = tl.full((BLOCK,), _NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
+        for index in range(REST + 1):
+            part = index * BLOCK + offsets
+            tl.store(codes_ptr + part, code, mask=part < columns)
+    else:
+        tl.store(codes_ptr + offsets, _row_codes(x, scale, factor, FP8), mask=offsets < columns)
+        for index in range(REST):
+            part = (index + 1) * BLOCK + offsets
+            x = _values(x_ptr + part, part < columns, BF16, ROUND)
+            tl.store(codes_ptr + part, _row_codes(x, scale, factor, FP8), mask=part < columns)
 
 
 @triton.jit
@@ -124,10 +130,10 @@ def _groups(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = _values(x_ptr + row * stride + offsets, offsets < columns, BF16)
-    amax, bad = _finite_amax(x, 1)
+    amax, bad = _amax(x, 1)
     scale = _fp8_scale(tl.maximum(amax, floor), bad, 0.0)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
-    codes = _row_codes(x, scale[:, None], scale[:, None], bad[:, None], True)
+    codes = tl.where(bad[:, None], _NAN_CODE, _row_codes(x, scale[:, None], 1.0, True)).to(tl.uint8)
     tl.store(codes_ptr + row * columns + offsets, codes, mask=offsets < columns)
 
 
@@ -140,14 +146,14 @@ def _int4_groups(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = _values(x_ptr + row * stride + offsets, offsets < columns, BF16)
-    amax, bad = _finite_amax(x, 1)
+    amax, bad = _amax(x, 1)
     scale = tl.maximum(tl.math.div_rn(amax, largest), floor)
     if SCALE_BF16:
         scale = rounded_to_bf16(scale)
         tl.store(scale_ptr + row * groups + group, to_bf16(tl.where(bad, float("nan"), scale)), mask=group < groups)
     else:
         tl.store(scale_ptr + row * groups + group, tl.where(bad, float("nan"), scale), mask=group < groups)
-    steps = tl.minimum(tl.maximum(tl.math.div_rn(x, scale[:, None]), -largest), largest)
+    steps = tl.minimum(tl.maximum(quotient(x, scale[:, None]), -largest), largest)
     codes = tl.where(bad[:, None], 8, to_integer(steps) + 8)
     words = tl.reshape(codes, (GROUPS, SIZE // 8, 8)) << (tl.arange(0, 8) * 4)[None, None, :]
     word = group[:, None] * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
@@ -163,7 +169,7 @@ def _blocks(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     x = _values(x_ptr + row[:, None] * stride + column[None, :], mask, BF16)
-    by_row, bad_rows = _finite_amax(x, 1)
+    by_row, bad_rows = _amax(x, 1)
     amax, bad = tl.max(by_row, 0), tl.max(bad_rows.to(tl.int32), 0) != 0
     scale = _fp8_scale(tl.maximum(amax, floor), bad, 0.0)
     tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale)
