@@ -292,13 +292,15 @@ def check_copies(device: torch.device) -> None:
         targets += [torch.zeros_like(s) for s in small]
         copies += [eager_copy.Copy(torch.zeros_like(s), s, "many", len(copies) + i) for i, s in enumerate(small)]
     versions = [c.target._version for c in copies]
+    sources = [c.source.contiguous().view(torch.uint8).clone() for c in copies]
     flags, wanted = (torch.zeros(len(copies), 2, dtype=torch.int64, device=device) for _ in range(2))
     t.counted_copies_(copies, flags)
-    for copy, target in zip(copies, targets, strict=True):
+    for copy, target, source in zip(copies, targets, sources, strict=True):
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.source.element_size()]
         wanted[copy.row, 0] = torch.count_nonzero(target.view(bits) != copy.source.contiguous().view(bits))
         wanted[copy.row, 1] = ~eager_copy.whole_scale(copy.name, copy.source)
-        assert torch.equal(copy.target.view(torch.uint8), copy.source.contiguous().view(torch.uint8)), copy.name
+        assert torch.equal(copy.source.contiguous().view(torch.uint8), source), copy.name
+        assert torch.equal(copy.target.view(torch.uint8), source), copy.name
     assert torch.equal(flags, wanted), (flags != wanted).nonzero().tolist()
     assert all(c.target._version > v for c, v in zip(copies, versions, strict=True)), "layers would not notice"
 

@@ -13,6 +13,7 @@ from lqrl.engines.base import Digests, NamedTensors, RefreshError
 from lqrl.engines.copy import Copy, counted_copies_, counted_copy_
 from lqrl.engines.digest import digest, tensor_digests
 from lqrl.quant.stream import StableTensors
+from lqrl.quant.walk import walk
 
 # What codes are made of; scales in one byte count as codes too, since they change as rarely.
 _CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
@@ -165,7 +166,7 @@ def _held(model: nn.Module, twice: bool) -> Iterator[tuple[str, Tensor, bool]]:
     Reads the modules' own dictionaries: an engine of 36 layers is walked three times a refresh, and torch's iterators
     take several times as long.
     """
-    for prefix, module in model.named_modules(remove_duplicate=not twice):
+    for prefix, module in walk(model, twice):
         dot = f"{prefix}." if prefix else ""
         for name, tensor in module._parameters.items():
             if tensor is not None:

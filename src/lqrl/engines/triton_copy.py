@@ -1,9 +1,10 @@
 """Copy a tensor, count the elements that change and notice NaN and inf, in one pass over memory."""
 
-# pyright: reportCallIssue=false, reportIndexIssue=false
-# Launches take options of the compiler besides the kernel's parameters.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# Launches take options of the compiler besides the kernel's parameters; constexpr stands for the number it holds.
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from lqrl.quant.triton_use import tiles
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES = 8192  # of one program's tile
-_WORDS = 2048  # of 4 bytes, where many tensors are copied together
-_TILES = 4  # fewer than 256: elements of a byte are counted in a byte
+_TILES = 4
+_WORDS = 4096  # of 4 bytes, of one program that copies one of many tensors
 _WARPS = 8
 _TENSORS = 256  # of one launch
 _NEVER = 2**62  # first program of a tensor that is not there
@@ -55,9 +56,9 @@ def _copy(
 
 @triton.jit
 def _copies(
-    table_ptr, flags_ptr, BITS: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
+    table_ptr, flags_ptr, BITS: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One stretch of one tensor, in words of 32 bits that hold elements of ``BITS`` bits.
+    """One tile of one tensor, in words of 32 bits that hold elements of ``BITS`` bits.
 
     The elements of a word are compared and looked at together, so that the pass is bound by memory: the top bit of each
     becomes 1 where it differs, and where its magnitude plus a carry reaches that bit. The table holds each tensor's
@@ -67,31 +68,26 @@ def _copies(
     low: tl.constexpr = one * ((1 << (BITS - 1)) - 1)  # all but the top bit
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table_ptr + tl.arange(0, TENSORS)) <= program).to(tl.int32), 0) - 1
-    first = (program - tl.load(table_ptr + tensor)) * (BLOCK * TILES)
+    first = (program - tl.load(table_ptr + tensor)) * BLOCK
     row = table_ptr + TENSORS + tensor * 7
-    source_ptr = tl.load(row).to(tl.pointer_type(tl.uint32)) + first
-    target_ptr = tl.load(row + 1).to(tl.pointer_type(tl.uint32)) + first
-    left = tl.multiple_of(tl.load(row + 2) - first, 4)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < tl.multiple_of(tl.load(row + 2) - first, 4)
+    # Aligned to 16 bytes, which the compiler cannot see in an address from a table.
+    sources = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
+    targets = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
+    new = tl.load(sources, mask=mask, other=0)
+    other = new ^ tl.load(targets, mask=mask, other=0)
+    tl.store(targets, new, mask=mask)
+    differs = ((((other & low) + low) | other) >> (BITS - 1)) & one
+    changed = tl.zeros((BLOCK,), dtype=tl.uint32)
+    for shift in tl.static_range(0, 32, BITS):
+        changed += (differs >> shift) & 1
     magnitude, carry = tl.load(row + 4).to(tl.uint32), tl.load(row + 5).to(tl.uint32)
     free = tl.load(row + 6).to(tl.uint32)
-    changed = tl.zeros((BLOCK,), dtype=tl.uint32)
-    broken = tl.zeros((BLOCK,), dtype=tl.uint32)
-    for tile in range(0, TILES):
-        offsets = tile * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < left
-        # Aligned to 16 bytes, which the compiler cannot see in an address from a table.
-        sources, targets = tl.multiple_of(source_ptr + offsets, 16), tl.multiple_of(target_ptr + offsets, 16)
-        new = tl.load(sources, mask=mask, other=0)
-        other = new ^ tl.load(targets, mask=mask, other=0)
-        tl.store(targets, new, mask=mask)
-        changed += ((((other & low) + low) | other) >> (BITS - 1)) & one  # a count for each element of a word
-        broken |= ((new & magnitude) + carry) & (new | free)
-    total = tl.zeros((BLOCK,), dtype=tl.uint32)
-    for shift in tl.static_range(0, 32, BITS):
-        total += (changed >> shift) & ((1 << BITS) - 1)
+    broken = ((new & magnitude) + carry) & (new | free) & (one << (BITS - 1))
     flags_ptr += tl.load(row + 3) * 2
-    tl.atomic_add(flags_ptr, tl.sum(total, 0).to(tl.int64))
-    tl.atomic_max(flags_ptr + 1, tl.max(((broken & (one << (BITS - 1))) != 0).to(tl.int32), 0).to(tl.int64))
+    tl.atomic_add(flags_ptr, tl.sum(changed, 0).to(tl.int64))
+    tl.atomic_max(flags_ptr + 1, tl.max((broken != 0).to(tl.int32), 0).to(tl.int64))
 
 
 def _carries(mask: int, value: int, size: int) -> tuple[int, int, int]:
@@ -107,8 +103,8 @@ def _carries(mask: int, value: int, size: int) -> tuple[int, int, int]:
     return one * (top - 1), one * (top - (value & (top - 1))), free
 
 
-def _limits(target: Tensor, e8m0: bool) -> tuple[int, int]:
-    return _E8M0_NAN if e8m0 else _NOT_FINITE.get(target.dtype, _NOTHING)
+def _limits(dtype: torch.dtype, e8m0: bool) -> tuple[int, int]:
+    return _E8M0_NAN if e8m0 else _NOT_FINITE.get(dtype, _NOTHING)
 
 
 def counted_copies_(copies: Sequence[Copy], flags: Tensor) -> None:
@@ -124,7 +120,7 @@ def counted_copies_(copies: Sequence[Copy], flags: Tensor) -> None:
             copy = copy._replace(source=copy.source.contiguous())
         size, target = copy.target.element_size(), copy.target
         if size == 8 or (copy.source.data_ptr() | target.data_ptr() | target.numel() * size) % 16:
-            counted_copy_(target, copy.source, flags[copy.row], e8m0=_e8m0(copy))
+            counted_copy_(target, copy.source, flags[copy.row], e8m0=_e8m0(target, copy.name))
         else:
             groups.setdefault(size, []).append(copy)
     with torch.cuda.device_of(flags):
@@ -134,26 +130,27 @@ def counted_copies_(copies: Sequence[Copy], flags: Tensor) -> None:
     torch.autograd.graph.increment_version([copy.target for copy in copies])
 
 
-def _e8m0(copy: Copy) -> bool:
-    return copy.target.dtype == torch.uint8 and copy.name.endswith("weight_scale")
+def _e8m0(target: Tensor, name: str) -> bool:
+    return target.dtype == torch.uint8 and name.endswith("weight_scale")
 
 
 def _launch(group: Sequence[Copy], flags: Tensor, size: int) -> None:
     programs = 0
-    starts, rows = [_NEVER] * _TENSORS, [0] * (7 * _TENSORS)
+    starts, rows = array("q", [_NEVER]) * _TENSORS, array("q")
+    masks: dict[tuple[torch.dtype, bool], tuple[int, int, int]] = {}
     for place, copy in enumerate(group):
-        words = copy.target.numel() * size // 4
+        target, source, name, row = copy
+        kind = target.dtype, _e8m0(target, name)
+        if kind not in masks:
+            masks[kind] = _carries(*_limits(*kind), size)
+        words = target.numel() * size // 4
         starts[place] = programs
-        rows[7 * place : 7 * place + 7] = (
-            copy.source.data_ptr(), copy.target.data_ptr(), words, copy.row,
-            *_carries(*_limits(copy.target, _e8m0(copy)), size),
-        )  # fmt: skip
-        programs += tiles(words, _WORDS * _TILES)
+        rows.extend((source.data_ptr(), target.data_ptr(), words, row, *masks[kind]))
+        programs += tiles(words, _WORDS)
     if programs:
-        table = torch.tensor(starts + rows, dtype=torch.int64).to(flags.device, non_blocking=True)
-        _copies[(programs,)](
-            table, flags, BITS=8 * size, TENSORS=_TENSORS, BLOCK=_WORDS, TILES=_TILES, num_warps=_WARPS
-        )  # fmt: skip
+        # `torch.tensor` of a list of this length takes longer than the copies.
+        table = torch.frombuffer(starts + rows, dtype=torch.int64).to(flags.device, non_blocking=True)
+        _copies[(programs,)](table, flags, BITS=8 * size, TENSORS=_TENSORS, BLOCK=_WORDS, num_warps=_WARPS)
 
 
 def counted_copy_(target: Tensor, source: Tensor, flags: Tensor, *, e8m0: bool = False) -> None:
@@ -166,7 +163,7 @@ def counted_copy_(target: Tensor, source: Tensor, flags: Tensor, *, e8m0: bool =
             when ``source`` holds NaN or inf.
         e8m0: the bytes are power-of-two scales, of which 255 is NaN.
     """
-    mask, value = _limits(target, e8m0)
+    mask, value = _limits(target.dtype, e8m0)
     bits = _BITS[target.element_size()]
     block = _BYTES // target.element_size()
     if not target.numel():

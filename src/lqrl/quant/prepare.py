@@ -18,6 +18,7 @@ from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
 from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
 from lqrl.quant.stream import StableTensors
+from lqrl.quant.walk import walk
 
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.
 _FUSED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
@@ -126,7 +127,7 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
 
 def pack_(model: nn.Module) -> int:
     """Call `CodeModule.pack` on every layer that has it, after a refresh wrote the codes; returns how many."""
-    layers = [module for module in model.modules() if isinstance(module, CodeModule)]
+    layers = [module for _, module in walk(model) if isinstance(module, CodeModule)]
     for layer in layers:
         layer.pack()
     return len(layers)
@@ -189,7 +190,7 @@ def export_weights(
 def _stream(
     model: nn.Module, scheme: QuantScheme, export_dtype: torch.dtype, adapters: bool, skip: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    modules = dict(model.named_modules())
+    modules = dict(walk(model))
     _check_learner(modules)
     targets = target_modules(model, scheme)
     method = linear_method(scheme) if targets else None

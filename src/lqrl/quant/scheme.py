@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 
 from lqrl.quant.moe import check_layout, check_routers, holds_stacked_weights
+from lqrl.quant.walk import walk
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def target_modules(model: nn.Module, scheme: QuantScheme) -> list[str]:
         return []
     head = model.get_output_embeddings() if isinstance(model, _HasOutputEmbeddings) else None
     candidates, modules = [], {}
-    for path, module in model.named_modules():
+    for path, module in walk(model):
         name = path.removesuffix(".base_layer")  # where peft keeps a layer that it wraps
         modules[name] = module
         if not isinstance(module, (nn.Linear, LowBitLinear)) and not holds_stacked_weights(module):
