@@ -15,7 +15,14 @@ FILES = sorted((SOURCE / "lqrl").rglob("*.py"))
 # A module may import from its own layer and from those above it in this list. The longest matching prefix decides.
 LAYERS = (
     ("lqrl", "lqrl.assets", "lqrl.types"),
-    ("lqrl.quant.scheme", "lqrl.quant.moe", "lqrl.quant.walk", "lqrl.quant.numerics", "lqrl.algorithms", "lqrl.rewards"),
+    (
+        "lqrl.quant.scheme",
+        "lqrl.quant.moe",
+        "lqrl.quant.walk",
+        "lqrl.quant.numerics",
+        "lqrl.algorithms",
+        "lqrl.rewards",
+    ),
     ("lqrl.quant", "lqrl.modeling", "lqrl.rollouts", "lqrl.data", "lqrl.engines.base", "lqrl.metrics"),
     ("lqrl.engines", "lqrl.learner.weights"),
     ("lqrl.learner", "lqrl.data.datamodule"),
