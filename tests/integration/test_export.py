@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from runs import DEVICE, make_data, make_module, make_trainer
+from transformers import AutoModelForCausalLM
 
 from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
 from lqrl.callbacks.hf_export import export
@@ -33,6 +36,15 @@ def test_the_low_bit_export_is_the_engine_of_the_run(tmp_path):
     again.build_engines(DEVICE)
     refresh_engines(again)
     assert all(torch.equal(t, sent[name]) for name, t in dict(again.exported_weights()).items())
+
+
+def test_the_config_names_the_dtype_of_the_weights(tmp_path):
+    module = make_module()
+    module.configure_model()
+    export(module, tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_scheme_that_cannot_be_exported_is_refused_before_training(tmp_path):

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from runs import DEVICE, POLICY, make_data, make_module, make_trainer, weights
 
+from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
 from lqrl.learner.refresh import refresh_engines
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.sources import load_tokenizer
+from lqrl.quant.checkpoint import load_quantized
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts
 from lqrl.rewards import RewardFn, RewardSum, RewardTerm
 from lqrl.testing.models import tiny_moe_config
@@ -29,7 +31,8 @@ def test_two_iterations_train_experts_and_router_and_stay_aligned(tmp_path):
     module = make_module(model=str(tmp_path / "moe"), reward=RewardSum([RewardTerm(EvenTokens(), "even")]))
     module.configure_model()
     before = weights(module)
-    trainer = make_trainer(tmp_path, epochs=1)
+    callbacks = [EngineRefresh(), SamplerFeedback(), HFExport(str(tmp_path / "hf"), quantized=True)]
+    trainer = make_trainer(tmp_path, epochs=1, callbacks=callbacks)
     trainer.fit(module, make_data(iterations_per_epoch=2))
     after = weights(module)
     assert float(trainer.callback_metrics["train/skipped_steps"]) == 0
@@ -49,3 +52,12 @@ def test_two_iterations_train_experts_and_router_and_stay_aligned(tmp_path):
     with torch.no_grad():
         gap = (module(batch.input_ids, batch.attention_mask) - batch.rollout_logprobs)[batch.completion_mask].double()
     assert float((torch.expm1(gap) - gap).mean()) < 1e-5  # k3
+
+    # What the run leaves behind is what its engine serves, and its masters.
+    scheme, tensors = load_quantized(tmp_path / "hf-int8_w8a8")
+    assert scheme == module.scheme
+    read, sent = dict(tensors), dict(module.exported_weights())
+    assert read.keys() == sent.keys()
+    assert all(torch.equal(read[n], t.cpu()) for n, t in sent.items())
+    masters = dict(load_model(tmp_path / "hf", dtype=torch.float32).named_parameters())
+    assert all(torch.equal(p.cpu(), masters[n]) for n, p in module.policy.named_parameters())

@@ -23,3 +23,13 @@ def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
     runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
     printed = capsys.readouterr().out
     assert all(any(line.startswith(row) for line in printed.splitlines()) for row in wanted), printed
+
+
+def test_exported_checkpoints_are_read_back(monkeypatch, capsys):
+    options = ["--peer", "lqrl", "--device", "cpu", "--tiny", "--families", "moe", "--formats", "int8_w8a8", "unknown"]
+    script = "vllm_checkpoint.py"
+    monkeypatch.setattr(sys, "argv", [script, *options, "--prompts", "2", "--tokens", "4", "--jobs", "2"])
+    runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    read, refused = [row for row in capsys.readouterr().out.splitlines() if row.startswith("moe")]
+    assert read.split()[1:6] == ["int8_w8a8", "8", "0.00e+00", "0.00e+00", "0.00e+00"]
+    assert "not loaded: ValueError: unknown quantization scheme 'unknown'" in refused

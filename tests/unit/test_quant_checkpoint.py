@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import CONFIGS
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,40 +16,17 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.modeling.backbone import load_model
 from lqrl.quant import Lora, QuantScheme, add_adapters_, export_weights, prepare_, target_modules
-from lqrl.quant.checkpoint import (
-    full_precision_config,
-    holds_codes,
-    load_quantized,
-    resolve_scheme,
-    save_quantized,
-)
-from lqrl.quant.compressed_format import (
-    checkpoint_format,
-    pack_codes,
-    parse_quantization_config,
-    quantization_config,
-    shipped_tensors,
-    unpack_codes,
-)
+from lqrl.quant.checkpoint import load_quantized, resolve_scheme, save_quantized
+from lqrl.quant.checkpoint_reader import full_precision_config, holds_codes
+from lqrl.quant.compressed_format import ACTIVATIONS, quantization_config
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.methods import linear_method
-from lqrl.quant.scheme import PRESETS, TensorFormat
-from lqrl.testing.models import tiny_config, tiny_moe_config
+from lqrl.quant.scheme import PRESETS
+from lqrl.testing.models import tiny_config
 from lqrl.types import Prompt, SamplingParams
 
-REFUSED = ["int4_w4a4", "nf4", "none", "nvfp4_w4a4"]
-EXPORTABLE = sorted(PRESETS.keys() - REFUSED - {"bf16"})
+EXPORTABLE = sorted(PRESETS.keys() - {"bf16", "int4_w4a4", "nf4", "none"})
 WEIGHT_ONLY = [name for name in EXPORTABLE if PRESETS[name].activation is None]
-# Where compressed-tensors has a preset of the very same arguments.
-THEIR_NAMES = {
-    "int8_w8a8": "W8A8",
-    "int4_w4a16": "W4A16",
-    "fp8_per_channel": "FP8_DYNAMIC",
-    "fp8_per_block": "FP8_BLOCK",
-    "nvfp4_w4a16": "NVFP4A16",
-    "mxfp4_w4a16": "MXFP4A16",
-    "mxfp8": "MXFP8",
-}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -119,6 +94,26 @@ def test_an_engine_of_a_wider_dtype_loses_nothing(name, tmp_path):
     engine_of(policy.config, scheme, torch.float32).update_weights(tensors, policy_version=0)
     narrow, wide = dict(load_quantized(tmp_path)[1]), dict(load_quantized(tmp_path, dtype=torch.float32)[1])
     assert all(torch.equal(bits(wide[n].to(t.dtype)), bits(t)) for n, t in narrow.items())
+
+
+def test_nvfp4_activations_are_for_lqrl_alone(tmp_path):
+    """A vLLM that was told of them would read a calibrated scale that no checkpoint of lqrl has."""
+    policy = saved("nvfp4_w4a4", tmp_path / "w4a4")
+    saved("nvfp4_w4a16", tmp_path / "w4a16")
+    content, other = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("w4a4", "w4a16"))
+    arguments = content.pop(ACTIVATIONS)
+    assert (arguments["num_bits"], arguments["strategy"], arguments["dynamic"]) == (4, "tensor_group", True)
+    assert content == other  # weight-only, to all others
+    held, same = (load_file(tmp_path / d / "model.safetensors") for d in ("w4a4", "w4a16"))
+    assert held.keys() == same.keys()
+    assert all(torch.equal(bits(held[n]), bits(t)) for n, t in same.items())
+    masters = load_model(tmp_path / "w4a4", dtype=torch.float32)
+    assert ACTIVATIONS not in masters.config.to_dict()
+    assert resolve_scheme(tmp_path / "w4a4").activation == PRESETS["nvfp4_w4a4"].activation
+    (tmp_path / "w4a4" / "config.json").write_text(json.dumps(content | {ACTIVATIONS: arguments | {"num_bits": 6}}))
+    with pytest.raises(ValueError, match=f"{ACTIVATIONS} have 6 bits of type float"):
+        resolve_scheme(tmp_path / "w4a4")
+    assert ACTIVATIONS not in policy.config.to_dict()  # the export has a config of its own
 
 
 def test_skipped_layers_come_back_by_name_and_the_config_lists_what_is_not_quantized(tmp_path):
@@ -227,67 +222,11 @@ def test_transformers_emulates_formats_with_activations(name, limit, tmp_path):
     assert gap.mean() < limit
 
 
-@pytest.mark.parametrize("name", sorted(THEIR_NAMES))
-def test_the_config_says_what_their_preset_says(name):
-    compressed_tensors = pytest.importorskip("compressed_tensors.quantization")
-    settings = quantization_config(PRESETS[name], ["lm_head"])
-    (ours,) = compressed_tensors.QuantizationConfig.model_validate(settings).config_groups.values()
-    theirs = compressed_tensors.preset_name_to_scheme(THEIR_NAMES[name], ["Linear"])
-    for part in ("weights", "input_activations"):
-        a, b = getattr(ours, part), getattr(theirs, part)
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert a.model_dump(exclude={"observer", "scale_dtype"}) == b.model_dump(
-                exclude={"observer", "scale_dtype"}
-            )
-            assert a.scale_dtype == b.scale_dtype
-    assert ours.format == settings["format"] == checkpoint_format(PRESETS[name])
-
-
-# ------------------------------------------------------------------------------------------------- packing
-
-
-def test_codes_are_packed_as_by_hand():
-    # 8 bits: -128 + 128 = 0, -1 + 128 = 127 = 0x7f, 0 -> 0x80, 127 -> 0xff, the first in the lowest byte.
-    assert pack_codes(torch.tensor([[-128, -1, 0, 127]], dtype=torch.int8), 8).tolist() == [[0xFF807F00 - 2**32]]
-    # 4 bits: -7 + 8 = 1, 7 + 8 = 15, 0 + 8 = 8; what fills up the int32 is 0.
-    assert pack_codes(torch.tensor([[-7, 7, 0]], dtype=torch.int8), 4).tolist() == [[0x8F1]]
-
-
-@given(st.sampled_from([4, 8]), st.integers(1, 70), st.integers(0, 99))
-def test_packing_is_that_of_compressed_tensors_and_reversible(width_bits, columns, seed):
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    half = 1 << (width_bits - 1)
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-half, half, (3, columns), generator=generator).to(torch.int8)
-    packed = pack_codes(codes, width_bits)
-    assert torch.equal(packed, helpers.pack_to_int32(codes, width_bits))
-    assert torch.equal(unpack_codes(packed, width_bits, columns), codes)
-
-
-def test_scales_of_other_writers_are_widened_and_shaped():
-    method = linear_method(PRESETS["int8_w8a8"])
-    like = method.quantize(torch.empty(4, 8, dtype=torch.bfloat16, device="meta"))
-    codes, scale = torch.ones(4, 8, dtype=torch.int8), torch.tensor([0.5, 1.0, 1.5, 3.0], dtype=torch.bfloat16)
-    shipped = shipped_tensors({"weight": codes, "weight_scale": scale}, TensorFormat("int8", "channel"), like)
-    assert shipped["weight_scale"].dtype == torch.float32
-    assert shipped["weight_scale"].tolist() == [[0.5], [1.0], [1.5], [3.0]]
-
-
 # ------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_format_that_no_checkpoint_holds_is_refused_with_the_way_out(name):
-    with pytest.raises(ValueError, match=rf"'{name}'.*full precision"):
-        checkpoint_format(PRESETS[name])
-
-
-def test_stacked_experts_and_adapters_beside_the_codes_are_refused_by_name(tmp_path):
+def test_adapters_beside_the_codes_are_refused_by_name(tmp_path):
     scheme = QuantScheme.preset("int8_w8a8")
-    experts = load_model(tiny_moe_config(), dtype=torch.float32, seed=0)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts stacks the weights of experts"):
-        save_quantized(experts, scheme, tmp_path, export_dtype=torch.float32)
     pytest.importorskip("peft")
     policy = built(scheme, torch.float32)
     add_adapters_(policy, Lora(r=2), export_dtype=torch.float32, seed=0)
@@ -309,24 +248,6 @@ def test_merged_adapters_are_exported_as_they_are_served(tmp_path):
     sent, read = dict(export_weights(policy, scheme, export_dtype=torch.float32)), dict(load_quantized(tmp_path)[1])
     assert sent.keys() == read.keys()
     assert all(torch.equal(bits(read[n]), bits(t)) for n, t in sent.items())
-
-
-@pytest.mark.parametrize(
-    ("part", "changes", "reason"),
-    [
-        ("weights", {"num_bits": 3}, "weights have 3 bits of type int"),
-        ("weights", {"symmetric": False}, "weights have zero points"),
-        ("weights", {"actorder": "group"}, "weights are reordered"),
-        ("weights", {"strategy": "attn_head"}, "weights have strategy attn_head"),
-        ("input_activations", {"dynamic": False}, "calibrated scales"),
-        ("input_activations", {"dynamic": "local"}, "calibrated scales"),
-    ],
-)
-def test_a_config_that_cannot_be_computed_is_refused_with_the_reason(part, changes, reason):
-    settings = quantization_config(PRESETS["int8_w8a8"], [])
-    settings["config_groups"]["group_0"][part] |= changes
-    with pytest.raises(ValueError, match=reason):
-        parse_quantization_config(settings, "theirs")
 
 
 def test_every_reason_is_listed(tmp_path):

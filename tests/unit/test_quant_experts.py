@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lqrl.quant import QuantizedLinear
-from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, routed, unstacked
+from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts, routed
 from lqrl.quant.linear import AlignedLinear
 from lqrl.quant.methods import linear_method
 from lqrl.quant.numerics import shared_amax
 from lqrl.quant.scheme import PRESETS
+from lqrl.quant.stacks import unstacked
 
 MISSING = set() if find_spec("bitsandbytes") else {"nf4"}
 FORMATS = sorted(name for name, scheme in PRESETS.items() if scheme.quantizes and name not in MISSING)

@@ -13,8 +13,9 @@ from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.precision import cast_parameters
 from lqrl.quant import QuantScheme, convert_, export_weights, prepare_, target_modules
-from lqrl.quant.experts import AlignedExperts, unstacked
+from lqrl.quant.experts import AlignedExperts
 from lqrl.quant.scheme import PRESETS
+from lqrl.quant.stacks import unstacked
 from lqrl.testing.models import tiny_moe_config
 from lqrl.types import Prompt, SamplingParams
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import lightning as L
@@ -63,6 +64,9 @@ def export(module: PolicyModule, directory: Path, *, dtype: torch.dtype) -> None
     weights = {name: tensor.to(dtype) for name, tensor in module.exported_weights(QuantScheme.preset("none"))}
     directory.mkdir(parents=True, exist_ok=True)
     policy.save_pretrained(directory, state_dict={n: t.contiguous() for n, t in weights.items()})
+    config = copy.deepcopy(policy.config)
+    config.dtype = dtype  # save_pretrained names that of the masters
+    config.save_pretrained(directory)
     module.tokenizer.save_pretrained(directory)
 
 

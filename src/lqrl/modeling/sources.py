@@ -79,7 +79,8 @@ def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTr
     from transformers.initialization import no_init_weights
 
     # The transforms of lqrl.quant import the backbone, which imports this module.
-    from lqrl.quant.checkpoint import full_precision_config, holds_codes, load_dequantized
+    from lqrl.quant.checkpoint import load_dequantized
+    from lqrl.quant.checkpoint_reader import full_precision_config, holds_codes
     from lqrl.quant.compressed_format import METHOD
 
     if not holds_codes(source):

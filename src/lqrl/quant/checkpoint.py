@@ -1,41 +1,39 @@
 """Compressed-tensors checkpoints: what an engine is sent, saved for vLLM and transformers, and read back.
 
-Codes and scales in the file are those of the training run, bit for bit; no scale is rounded to the model's dtype. (vLLM
-and transformers round the fp32 scales of int8 weight-only to it when they load: they hold the scales of every
-``pack-quantized`` weight so. int4's are in the export dtype already.)
+Codes and scales in the file are those of the training run, bit for bit. vLLM and transformers hold the scales of
+``pack-quantized`` weights in the model's dtype, which loses nothing: here they are in the export dtype already.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant.checkpoint_reader import CheckpointReader
 from lqrl.quant.compressed_format import (
+    ACTIVATIONS,
     INSTEAD,
-    METHOD,
     checkpoint_format,
-    parse_quantization_config,
     quantization_config,
-    shipped_tensors,
     stored_tensors,
+    unwritten_activations,
 )
 from lqrl.quant.kv import SCALE_NAMES
 from lqrl.quant.lora import AdaptedLinear
-from lqrl.quant.methods import LinearMethod, linear_method
-from lqrl.quant.moe import holds_stacked_weights
+from lqrl.quant.moe import PROJECTIONS, holds_stacked_weights
 from lqrl.quant.prepare import export_weights
-from lqrl.quant.scheme import PRESETS, QuantScheme, target_modules
+from lqrl.quant.scheme import QuantScheme, target_modules
+from lqrl.quant.stacks import named_by_expert, stack_of, unstacked
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -57,8 +55,9 @@ def save_quantized(
 
     Codes come from `export_weights`, so a prepared model's are those of its own forward; transforms stay folded in.
     Tied weights are written once, under the embedding's name; a quantized head of a tied model unties it in the config.
-    Weights of an earlier export in ``directory`` are removed; config.json comes last, so that a directory that holds
-    one is whole.
+    Stacked experts are written one by one, as checkpoints of Qwen3-MoE have them. Activations that such a checkpoint
+    cannot describe (nvfp4's) are named in config.json for lqrl; others read the checkpoint as weight-only. Weights of
+    an earlier export in ``directory`` are removed; config.json comes last, so that a directory that holds one is whole.
 
     Args:
         model: the learner's, prepared or plain.
@@ -73,12 +72,15 @@ def save_quantized(
     check_exportable(model, scheme)
     target = Path(directory)
     targets = target_modules(model, scheme)
-    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in set(targets)]
     head = [name for name in targets if model.get_submodule(name) is model.get_output_embeddings()]
-    settings = quantization_config(scheme, ignored, [*head, "Linear"])  # vLLM's head is no "Linear": it needs its name
+    # vLLM's head is no "Linear": it needs its name
+    settings = quantization_config(scheme, _kept(model, frozenset(targets)), [*head, "Linear"])
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], export_dtype
     config.quantization_config = settings
+    unwritten = unwritten_activations(scheme)
+    if unwritten is not None:
+        setattr(config, ACTIVATIONS, unwritten)
     if head:
         config.tie_word_embeddings = False
     target.mkdir(parents=True, exist_ok=True)
@@ -90,11 +92,12 @@ def save_quantized(
     config.save_pretrained(target)
 
 
-def check_exportable(model: nn.Module, scheme: QuantScheme) -> None:
+def check_exportable(model: PreTrainedModel, scheme: QuantScheme) -> None:
     """Refuse before training what `save_quantized` could not write after it.
 
     Raises:
-        ValueError: when no checkpoint holds the scheme, or the model has stacked experts or adapters beside its codes.
+        ValueError: when no checkpoint holds the scheme, or the model has adapters beside its codes or stacked experts
+            whose names in a checkpoint are not known.
     """
     checkpoint_format(scheme)
     for name, module in model.named_modules():
@@ -103,18 +106,39 @@ def check_exportable(model: nn.Module, scheme: QuantScheme) -> None:
                 f"{name} computes with its codes and an adapter, of which such a checkpoint holds the codes alone; "
                 f"train with Lora(refresh='merge'), or {INSTEAD}"
             )
-        if holds_stacked_weights(module):
+        if holds_stacked_weights(module) and not (
+            set(module._parameters) == set(PROJECTIONS) and name.endswith("mlp.experts") and named_by_expert(model)
+        ):
             raise ValueError(
-                f"{name} stacks the weights of experts, which such a checkpoint names one by one; {INSTEAD}"
+                f"{name} stacks the weights of experts, and checkpoints of {model.config.model_type} do not name them "
+                f"one by one as those of Qwen3-MoE do; {INSTEAD}"
             )
 
 
+def _kept(model: nn.Module, targets: Collection[str]) -> list[str]:
+    """What stays in high precision, for ``ignore``: all matrices, since vLLM has a linear layer for a router too."""
+    kept = []
+    for name, module in model.named_modules():
+        if name in targets or ".lora_" in name:
+            continue
+        if holds_stacked_weights(module):
+            kept.append(f"re:{re.escape(name)}\\.\\d+\\..*")
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+            kept.append(name)
+    return kept
+
+
 def _stored(
-    model: nn.Module, scheme: QuantScheme, targets: frozenset[str], dtype: torch.dtype
+    model: nn.Module, scheme: QuantScheme, targets: Collection[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in export_weights(model, scheme, export_dtype=dtype):
+    for name, tensor in unstacked(export_weights(model, scheme, export_dtype=dtype)):
         prefix, _, last = name.rpartition(".")
-        if prefix in targets and last != "bias":
+        stack = stack_of(prefix)
+        if stack is not None:
+            tensor = tensor.clone()  # a file's tensors share no memory
+        if (stack or prefix) in targets and last != "bias":
             for stored, value in stored_tensors(last, tensor, scheme):
                 yield f"{prefix}.{stored}", value
         else:
@@ -161,12 +185,6 @@ def _part(number: int) -> str:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def holds_codes(directory: str | Path) -> bool:
-    """Whether ``directory`` is a compressed-tensors checkpoint, by its config.json; false where there is none."""
-    path = Path(directory) / "config.json"
-    return path.is_file() and (_settings(directory) or {}).get("quant_method") == METHOD
-
-
 def resolve_scheme(directory: str | Path) -> QuantScheme:
     """The scheme that a compressed-tensors checkpoint was written with.
 
@@ -177,7 +195,7 @@ def resolve_scheme(directory: str | Path) -> QuantScheme:
         ValueError: listing what cannot be computed here, or when the tensors do not fit the model.
         FileNotFoundError: without weights.
     """
-    with _Checkpoint(directory) as checkpoint:
+    with CheckpointReader(directory) as checkpoint:
         return checkpoint.scheme
 
 
@@ -186,7 +204,8 @@ def load_quantized(
 ) -> tuple[QuantScheme, Iterator[tuple[str, Tensor]]]:
     """A checkpoint's scheme, and everything an engine of that scheme loads.
 
-    The engine's own config may be the checkpoint's (`full_precision_config`) or that of the model it was exported from.
+    The engine's own config may be the checkpoint's (`lqrl.quant.checkpoint_reader.full_precision_config`) or that of
+    the model it was exported from.
 
     Args:
         directory: what `save_quantized` wrote, or another checkpoint of the same formats.
@@ -202,7 +221,7 @@ def load_quantized(
     scheme = resolve_scheme(directory)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        with _Checkpoint(directory) as checkpoint:
+        with CheckpointReader(directory) as checkpoint:
             wanted = dtype or checkpoint.dtype
             yield from checkpoint.plain(wanted)
             for layer in checkpoint.layers:
@@ -221,121 +240,10 @@ def load_dequantized(directory: str | Path, *, dtype: torch.dtype) -> Iterator[t
     Raises:
         ValueError: see `load_quantized`.
     """
-    with _Checkpoint(directory) as checkpoint:
+    with CheckpointReader(directory) as checkpoint:
         for name, tensor in checkpoint.plain(dtype):
             if name.rpartition(".")[2] not in SCALE_NAMES:  # a cache's scales are calibrated anew
                 yield name, tensor
         for layer in checkpoint.layers:
-            # fp32: int4 scales are not rounded to the masters' dtype on the way.
-            tensors = checkpoint.shipped(layer, torch.float32)
-            yield f"{layer}.weight", checkpoint.method.dequantize(tensors, dtype)
-
-
-def full_precision_config(directory: str | Path) -> PretrainedConfig:
-    """The model's config without its ``quantization_config``."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(directory))
-    vars(config).pop("quantization_config", None)
-    return config
-
-
-def _settings(directory: str | Path) -> dict[str, Any] | None:
-    content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    return cast("dict[str, Any] | None", content.get("quantization_config"))
-
-
-class _Checkpoint:
-    """An open directory: its files, its model's structure on the meta device, and what its config says."""
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-
-    def __enter__(self) -> _Checkpoint:
-        try:
-            self._read()
-        except BaseException:
-            self._open.close()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def _read(self) -> None:
-        from safetensors import safe_open
-        from transformers import AutoModelForCausalLM
-
-        paths = sorted(self.directory.glob("model*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{self.directory} holds no model*.safetensors")
-        for path in paths:
-            file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._files[path.name] = file
-            self._file_of.update(dict.fromkeys(file.keys(), path.name))
-        self.layers = sorted(name.removesuffix(".weight_scale") for name in self._file_of if _is_scale(name))
-        config = full_precision_config(self.directory)
-        self.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        self.scheme = self._scheme()
-        self.method: LinearMethod = linear_method(self.scheme)
-
-    def _scheme(self) -> QuantScheme:
-        try:
-            scheme = parse_quantization_config(_settings(self.directory) or {}, "compressed-tensors")
-            linear_method(scheme)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.directory} cannot be computed here: {error}; start from the full-precision checkpoint"
-            ) from error
-        formats = (scheme.weight, scheme.activation)
-        names = [n for n, preset in PRESETS.items() if (preset.weight, preset.activation) == formats]
-        scheme = replace(
-            scheme, name=(names or [scheme.name])[0] + ("" if scheme.kv_cache is None else "+kv_fp8_static")
-        )
-        head = [n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()]
-        if set(head) & set(self.layers):
-            scheme = replace(scheme, name=f"{scheme.name}+lm_head", lm_head=True)
-        candidates = target_modules(self.model, scheme)
-        strangers = sorted(set(self.layers) - set(candidates))
-        if strangers or not self.layers:
-            raise ValueError(
-                f"{self.directory} quantizes {', '.join(strangers[:5]) or 'no layer'}, which "
-                f"{type(self.model).__name__} has no quantizable linear layer for"
-            )
-        return replace(scheme, skip=tuple(name for name in candidates if name not in set(self.layers)))
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name)
-
-    def plain(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What is not quantized; a second name of a tied weight is left out."""
-        once = {name for name, _ in self.model.named_parameters()}
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
-        quantized = set(self.layers)
-        for name in self._file_of:
-            prefix, _, last = name.rpartition(".")
-            if name in tied or (prefix in quantized and last != "bias"):
-                continue
-            tensor = self._tensor(name)
-            yield name, tensor.to(dtype) if tensor.is_floating_point() and last not in SCALE_NAMES else tensor
-
-    def shipped(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of a quantized layer as its method ships them."""
-        linear = cast(nn.Linear, self.model.get_submodule(layer))
-        like = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta")
-        stored = {n.rpartition(".")[2]: self._tensor(n) for n in self._file_of if n.rpartition(".")[0] == layer}
-        stored.pop("bias", None)
-        assert self.scheme.weight is not None
-        try:
-            return shipped_tensors(stored, self.scheme.weight, self.method.quantize(like))
-        except ValueError as error:
-            raise ValueError(f"{layer} in {self.directory} does not fit: {error}") from error
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(".weight_scale")
+            for name, tensor in checkpoint.dequantized(layer, dtype):
+                yield f"{layer}.{name}", tensor

@@ -5,6 +5,10 @@ integer codes are packed there, and which of its configs this library computes.
 
 A checkpoint does not say how activations are rounded. vLLM's kernels use this library's rules; transformers' emulation
 takes ``amax / 127.5`` and codes down to -128 for int8, a grid of its own.
+
+nvfp4 activations are a case apart: compressed-tensors has one calibrated global scale a layer for them, and vLLM reads
+memory that nobody wrote where a checkpoint lacks it. Here the scale is the token's, so the ``quantization_config`` is
+that of the weights alone, and `ACTIVATIONS` tells lqrl the rest.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ _SCALE_DTYPES = {"fp8_e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 _BLOCK = [128, 128]
 KV_STATIC = TensorFormat("fp8_e4m3", "tensor")
 """The one cache format that belongs to a checkpoint; those with scales per token are an option of the engine."""
+ACTIVATIONS = "rollout_input_activations"
+"""Key of config.json for input activations that a ``quantization_config`` cannot describe; lqrl alone reads it."""
 INSTEAD = "export it in full precision (HFExport(quantized=False))"
 
 
@@ -51,14 +57,29 @@ def checkpoint_format(scheme: QuantScheme) -> str:
         return "int-quantized" if weight.dtype == "int8" and activation is not None else "pack-quantized"
     if weight.dtype == "fp8_e4m3":
         return "mxfp8-quantized" if weight.scale_dtype == "e8m0" else "float-quantized"
-    if weight.scale_dtype == "e8m0":
-        return "mxfp4-pack-quantized"
-    if activation is not None:
-        raise ValueError(
-            f"scheme {scheme.name!r}: a compressed-tensors checkpoint of nvfp4 activations holds one calibrated global "
-            f"scale a layer, and lqrl computes one a token; {INSTEAD}, or train with nvfp4_w4a16"
-        )
-    return "nvfp4-pack-quantized"
+    return "mxfp4-pack-quantized" if weight.scale_dtype == "e8m0" else "nvfp4-pack-quantized"
+
+
+def unwritten_activations(scheme: QuantScheme) -> dict[str, Any] | None:
+    """The arguments of ``scheme``'s activations that the ``quantization_config`` leaves out, for `ACTIVATIONS`."""
+    activation = scheme.activation
+    if activation is None or activation.dtype != "fp4_e2m1":
+        return None
+    return _arguments(activation)
+
+
+def parse_activations(config: Mapping[str, Any]) -> TensorFormat | None:
+    """What a config.json has under `ACTIVATIONS`, or ``None``.
+
+    Raises:
+        ValueError: when it is not understood.
+    """
+    refused: list[str] = []
+    arguments = config.get(ACTIVATIONS)
+    activation = None if arguments is None else _parsed(ACTIVATIONS, arguments, refused)
+    if refused:
+        raise ValueError("; ".join(refused))
+    return activation
 
 
 def quantization_config(
@@ -76,10 +97,11 @@ def quantization_config(
     """
     name = checkpoint_format(scheme)
     assert scheme.weight is not None
+    activation = None if unwritten_activations(scheme) else scheme.activation
     group = {
         "targets": list(targets),
         "weights": _arguments(scheme.weight),
-        "input_activations": None if scheme.activation is None else _arguments(scheme.activation),
+        "input_activations": None if activation is None else _arguments(activation),
         "output_activations": None,
         "format": name,
     }

@@ -5,13 +5,13 @@ expert with tokens multiplies its own, and a token's results are added in the or
 fp32. Both sides run `routed`, so equal inputs give equal bits.
 
 Shipped names: the stacked tensors of projection ``p`` are ``p_<tensor of the method>``, expert first:
-``gate_up_proj_weight`` ``[E, 2I, H]`` and ``gate_up_proj_weight_scale`` ``[E, 2I, 1]`` for int8. `unstacked` turns them
-into the names of a compressed-tensors checkpoint, ``<i>.gate_proj.weight_scale`` and so on.
+``gate_up_proj_weight`` ``[E, 2I, H]`` and ``gate_up_proj_weight_scale`` ``[E, 2I, 1]`` for int8. `lqrl.quant.stacks`
+turns them into the names of a checkpoint, ``<i>.gate_proj.weight_scale`` and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -297,26 +297,3 @@ def shipped_experts(experts: nn.Module, method: LinearMethod, export_dtype: torc
         weight = experts.get_parameter(projection).detach().to(export_dtype)
         shipped |= {f"{projection}_{name}": t for name, t in quantize_stacked(method, weight).items()}
     return shipped
-
-
-def unstacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Stacked experts, quantized or not, as one tensor for each expert and projection; other tensors pass.
-
-    ``mlp.experts.gate_up_proj_weight_scale`` becomes ``mlp.experts.<i>.gate_proj.weight_scale`` and ``up_proj``, in
-    views; a scale that gate and up share comes under both names. These are the names of checkpoints of Qwen3-MoE and of
-    compressed-tensors.
-    """
-    for name, tensor in weights:
-        parent, _, last = name.rpartition(".")
-        projection = next((p for p in PROJECTIONS if last == p or last.startswith(f"{p}_weight")), None)
-        if projection is None or not parent.endswith("experts"):
-            yield name, tensor
-            continue
-        part = last.removeprefix(projection).lstrip("_") or "weight"
-        for e, own in enumerate(tensor):
-            if projection == "down_proj":
-                yield f"{parent}.{e}.down_proj.{part}", own
-                continue
-            halves = (own, own) if own.ndim == 1 else own.chunk(2)
-            for half, child in zip(halves, ("gate_proj", "up_proj"), strict=True):
-                yield f"{parent}.{e}.{child}.{part}", half

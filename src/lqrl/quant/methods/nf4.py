@@ -26,8 +26,9 @@ NF4_LEVELS = (
 class Nf4(WeightOnly):
     """Blocks of 64 along the input, each with the fp32 magnitude of its largest weight; no double quantization.
 
-    bitsandbytes chooses the codes; reading them back needs a table only. Edges: a zero block has scale 0 and is zero;
-    one with NaN or inf has scale NaN.
+    bitsandbytes chooses the codes; reading them back needs a table only. Its GPU kernel multiplies by an approximate
+    reciprocal, so a weight on the boundary of two levels may get the other one than on the CPU. Edges: a zero block has
+    scale 0 and is zero; one with NaN or inf has scale NaN.
     """
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
@@ -44,8 +45,8 @@ class Nf4(WeightOnly):
             packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
             scale = torch.empty(rows, columns // NF4_BLOCK, dtype=torch.float32, device=weight.device)
             return {"weight_packed": packed, "weight_scale": scale}
-        packed, state = _quantize_4bit()(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
-        scale = state.absmax.float().view(rows, -1)
+        packed, absmax = _quantized(weight.contiguous())
+        scale = absmax.view(rows, -1)
         largest = weight.view(rows, -1, NF4_BLOCK).float().abs().amax(-1)
         scale = torch.where(largest.isfinite(), scale, torch.nan)
         return {"weight_packed": packed.view(rows, -1), "weight_scale": scale}
@@ -57,6 +58,20 @@ class Nf4(WeightOnly):
         codes = torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
         values = levels[codes.int()].unflatten(-1, (-1, NF4_BLOCK))
         return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed codes and fp32 scales, flat."""
+    quantize = _quantize_4bit()
+    if not weight.is_cuda:
+        packed, state = quantize(weight, blocksize=NF4_BLOCK, quant_type="nf4")
+        return packed, state.absmax
+    # Whatever the current stream is, bitsandbytes quantizes on the default one.
+    current, default = torch.cuda.current_stream(weight.device), torch.cuda.default_stream(weight.device)
+    default.wait_stream(current)
+    packed, state = quantize(weight, blocksize=NF4_BLOCK, quant_type="nf4")
+    current.wait_stream(default)
+    return packed, state.absmax
 
 
 @cache

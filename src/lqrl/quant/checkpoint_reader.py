@@ -1,0 +1,220 @@
+"""`CheckpointReader`: an open compressed-tensors checkpoint, and what its config says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lqrl.quant.compressed_format import (
+    ACTIVATIONS,
+    METHOD,
+    parse_activations,
+    parse_quantization_config,
+    shipped_tensors,
+)
+from lqrl.quant.kv import SCALE_NAMES
+from lqrl.quant.methods import LinearMethod, linear_method
+from lqrl.quant.moe import PROJECTIONS
+from lqrl.quant.scheme import PRESETS, QuantScheme, target_modules
+from lqrl.quant.stacks import CHILDREN, stack_of, stacked
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SCALE = ".weight_scale"
+
+
+def holds_codes(directory: str | Path) -> bool:
+    """Whether ``directory`` is a compressed-tensors checkpoint, by its config.json; false where there is none."""
+    path = Path(directory) / "config.json"
+    return path.is_file() and (_config(directory).get("quantization_config") or {}).get("quant_method") == METHOD
+
+
+def full_precision_config(directory: str | Path) -> PretrainedConfig:
+    """The model's config without what says how it is quantized."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(directory))
+    for key in ("quantization_config", ACTIVATIONS):
+        vars(config).pop(key, None)
+    return config
+
+
+def _config(directory: str | Path) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")))
+
+
+class CheckpointReader:
+    """An open directory: its files, its model's structure on the meta device, and what its config says.
+
+    A context manager; tensors are read while it is open.
+
+    Args:
+        directory: a compressed-tensors checkpoint.
+
+    Attributes:
+        layers: names of the quantized layers as `target_modules` gives them: stacked experts are one.
+        scheme: see `lqrl.quant.checkpoint.resolve_scheme`.
+        method: the operations of the scheme.
+        dtype: what is not quantized is in.
+        model: the model, without weights.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._tensors_of: dict[str, dict[str, str]] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        try:
+            self._read()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def _read(self) -> None:
+        from safetensors import safe_open
+        from transformers import AutoModelForCausalLM
+
+        paths = sorted(self.directory.glob("model*.safetensors"))
+        if not paths:
+            raise FileNotFoundError(f"{self.directory} holds no model*.safetensors")
+        for path in paths:
+            file = self._open.enter_context(safe_open(path, framework="pt"))
+            self._files[path.name] = file
+            self._file_of.update(dict.fromkeys(file.keys(), path.name))
+        for name in self._file_of:
+            prefix, _, last = name.rpartition(".")
+            self._tensors_of.setdefault(prefix, {})[last] = name
+        quantized = [name.removesuffix(_SCALE) for name in self._file_of if name.endswith(_SCALE)]
+        self.layers = sorted({stack_of(name) or name for name in quantized})
+        config = full_precision_config(self.directory)
+        self.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        self.scheme = self._scheme()
+        self.method: LinearMethod = linear_method(self.scheme)
+
+    def _scheme(self) -> QuantScheme:
+        config = _config(self.directory)
+        try:
+            scheme = parse_quantization_config(config.get("quantization_config") or {}, METHOD)
+            scheme = replace(scheme, activation=parse_activations(config) or scheme.activation)
+            linear_method(scheme)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.directory} cannot be computed here: {error}; start from the full-precision checkpoint"
+            ) from error
+        formats = (scheme.weight, scheme.activation)
+        names = [n for n, preset in PRESETS.items() if (preset.weight, preset.activation) == formats]
+        scheme = replace(
+            scheme, name=(names or [scheme.name])[0] + ("" if scheme.kv_cache is None else "+kv_fp8_static")
+        )
+        head = [n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()]
+        if set(head) & set(self.layers):
+            scheme = replace(scheme, name=f"{scheme.name}+lm_head", lm_head=True)
+        candidates = target_modules(self.model, scheme)
+        strangers = sorted(set(self.layers) - set(candidates))
+        if strangers or not self.layers:
+            raise ValueError(
+                f"{self.directory} quantizes {', '.join(strangers[:5]) or 'no layer'}, which "
+                f"{type(self.model).__name__} has no quantizable layer for"
+            )
+        return replace(scheme, skip=tuple(name for name in candidates if name not in set(self.layers)))
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def plain(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """What is not quantized, in ``dtype`` but for scales and integers; tied weights come once.
+
+        Raises:
+            ValueError: when an expert lacks a tensor.
+        """
+        once = {name for name, _ in self.model.named_parameters()}
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
+        quantized, stacks = set(self.layers), set()
+        for name in self._file_of:
+            prefix, _, last = name.rpartition(".")
+            stack = stack_of(prefix)
+            if name in tied or ((stack or prefix) in quantized and last != "bias"):
+                continue
+            if stack is not None:
+                stacks.add(stack)
+                continue
+            tensor = self._tensor(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() and last not in SCALE_NAMES else tensor
+        for stack in sorted(stacks):
+            experts = [
+                {child: {"weight": self._expert_weight(f"{stack}.{e}.{child}").to(dtype)} for child in CHILDREN}
+                for e in range(self._count(stack))
+            ]
+            for name, tensor in stacked(experts).items():
+                yield f"{stack}.{name.removesuffix('_weight')}", tensor
+
+    def _expert_weight(self, layer: str) -> Tensor:
+        if "weight" not in self._tensors_of.get(layer, {}):
+            raise ValueError(f"{self.directory} does not hold {layer}.weight")
+        return self._tensor(f"{layer}.weight")
+
+    def _count(self, stack: str) -> int:
+        return len(self.model.get_submodule(stack).get_parameter(PROJECTIONS[0]))
+
+    def shipped(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a quantized layer as an engine is sent them, by last names.
+
+        Args:
+            layer: one of ``layers``.
+            dtype: of int4 scales.
+
+        Raises:
+            ValueError: when they do not fit.
+        """
+        module = self.model.get_submodule(layer)
+        if isinstance(module, nn.Linear):
+            return self._matrix(layer, (module.out_features, module.in_features), dtype)
+        inner, hidden = module.get_parameter("down_proj").shape[:0:-1]
+        shapes = {child: (hidden, inner) if child == "down_proj" else (inner, hidden) for child in CHILDREN}
+        experts = [
+            {child: self._matrix(f"{layer}.{e}.{child}", shape, dtype) for child, shape in shapes.items()}
+            for e in range(self._count(layer))
+        ]
+        try:
+            return stacked(experts)
+        except ValueError as error:
+            raise ValueError(f"{layer} in {self.directory} does not fit: {error}") from error
+
+    def _matrix(self, layer: str, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+        stored = {last: self._tensor(name) for last, name in self._tensors_of.get(layer, {}).items() if last != "bias"}
+        assert self.scheme.weight is not None
+        like = self.method.quantize(torch.empty(shape, dtype=dtype, device="meta"))
+        try:
+            return shipped_tensors(stored, self.scheme.weight, like)
+        except ValueError as error:
+            raise ValueError(f"{layer} in {self.directory} does not fit: {error}") from error
+
+    def dequantized(self, layer: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a quantized layer as the values of its codes, rounded once to ``dtype``, by last names."""
+        # fp32: int4 scales are not rounded to the masters' dtype on the way.
+        tensors = self.shipped(layer, torch.float32)
+        if isinstance(self.model.get_submodule(layer), nn.Linear):
+            yield "weight", self.method.dequantize(tensors, dtype)
+            return
+        for projection in PROJECTIONS:
+            prefix = f"{projection}_"
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            experts = ({name: t[e] for name, t in own.items()} for e in range(self._count(layer)))
+            yield projection, torch.stack([self.method.dequantize(expert, dtype) for expert in experts])
