@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lqrl.modeling.backbone import AttentionShape, attention_shapes, hidden_states, pack
 from lqrl.quant.transforms.base import InvariantTransform
 from lqrl.quant.transforms.structure import NormSite, linear_in, norm_sites
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from lqrl.modeling.backbone import AttentionShape
 
 _SITE, _PAIR = "smooth_scale", "smooth_pair_scale"  # buffers of a block: the factors that unfold_ needs
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 8, 64
@@ -139,6 +140,8 @@ def activation_amax(model: PreTrainedModel, batches: Iterable[Tensor]) -> dict[s
     Raises:
         ValueError: without a batch, without the packed attention, or when a layer saw NaN or inf.
     """
+    from lqrl.modeling.backbone import attention_shapes, hidden_states, pack  # which imports this package
+
     if not attention_shapes(model):
         raise ValueError(_PACKED)
     amax: dict[str, Tensor] = {}
@@ -201,6 +204,8 @@ class _Pair:
 
 
 def _pairs(model: PreTrainedModel, sites: list[NormSite]) -> list[_Pair]:
+    from lqrl.modeling.backbone import attention_shapes
+
     shapes = attention_shapes(model)
     pairs = []
     for i, site in enumerate(sites):
