@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import DEVICE, make_data, make_module, make_trainer
+from runs import make_data, make_module, make_trainer
 
 from lqrl.learner import PolicyModule
 from lqrl.quant import Lora
-
-on_the_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="exact mode is implemented on the CPU")
 
 
 class Watched(PolicyModule):
@@ -35,7 +33,6 @@ def run(folder: Path, **options: Any) -> Watched:
     return module
 
 
-@on_the_cpu
 @pytest.mark.parametrize(
     "options",
     [

@@ -45,21 +45,25 @@ def both(
     lora: Lora | None = None,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
+    device: str | torch.device = "cpu",
+    positions: int = 128,
 ) -> Sides:
     parsed = QuantScheme.parse(scheme)
-    policy = load_model(source, dtype=torch.float32, seed=0)
+    policy = load_model(source, dtype=torch.float32, device=device, seed=0)
     prepare_(policy, parsed, export_dtype=dtype)
     prepare_kv_(policy, parsed)
     if lora is not None:
         add_adapters_(policy, lora, export_dtype=dtype, seed=0)
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:  # zero at first, and then nothing would be tested
-                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                with torch.no_grad():
+                    parameter.copy_(values * 0.2)
     if exact:
         exact_learner_(policy, dtype)
     factory = TorchEngineFactory(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     beside = lora if lora is not None and lora.refresh == "adapter" else None
-    engine = factory(EngineSpec(policy.config, parsed, dtype, torch.device("cpu"), 128, (), beside, exact))
+    engine = factory(EngineSpec(policy.config, parsed, dtype, torch.device(device), positions, (), beside, exact))
     weights = export_weights(policy, parsed, export_dtype=dtype, adapters=beside is not None)
     engine.update_weights(weights, policy_version=0)
     return Sides(policy, engine, parsed, dtype, exact)
@@ -78,14 +82,14 @@ def compared(
     groups = sides.engine.generate(asked, params, seed=seed)
     samples = [(p, c) for p, group in zip(asked, groups, strict=True) for c in group]
     random.Random(seed).shuffle(samples)
-    scorer, tokens, different = sides.scorer(params.temperature), 0, 0
+    scorer, device, tokens, different = sides.scorer(params.temperature), sides.engine.spec.device, 0, 0
     for start in range(0, len(samples), rows):
         part = samples[start : start + rows]
         sequences = [torch.cat([torch.tensor(p.input_ids), c.token_ids]) for p, c in part]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(s) for s in sequences])[:, None]
         with torch.no_grad():
-            scores = scorer.score(ids, mask)
+            scores = scorer.score(ids.to(device), mask.to(device)).cpu()
         for score, (p, c) in zip(scores, part, strict=True):
             mine = score[len(p.input_ids) :][: len(c.token_ids)]
             different += int((mine.view(torch.int32) != (c.logprobs + c.log_mass).view(torch.int32)).sum())

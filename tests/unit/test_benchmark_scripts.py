@@ -12,6 +12,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = {
     "aligned_linear.py": (["--tokens", "8"], ["| qkv, 8", "| down, 8", "| all, 8"]),
     "refresh.py": (["--layers", "1"], ["| fp8_per_channel", "| int8_w8a8"]),
+    "exact_cost.py": (
+        ["--batches", "8", "16", "--prompt", "8", "--tokens", "6", "--rows", "3"],
+        [f"{name:16} {n:5d} {n * 6:8d} of {n * 6:8d}" for name in ("none", "int4_w4a16") for n in (8, 16)],
+    ),
 }
 
 

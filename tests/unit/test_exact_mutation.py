@@ -8,10 +8,10 @@ import pytest
 import torch
 from exact_sides import both, compared, prompts
 
-from lqrl.quant import exact
+from lqrl.learner.divergence import first_divergence
+from lqrl.quant import exact, exact_native
 from lqrl.quant.native_build import BuildError
 from lqrl.testing import tiny_config
-from lqrl.testing.divergence import first_divergence
 from lqrl.types import SamplingParams
 
 try:
@@ -47,15 +47,15 @@ MUTATIONS = {
 def mutated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The kernels with one line changed; gives the module where engine and learner should part."""
     before, after, module = MUTATIONS[request.param]
-    for path in (exact.SOURCE, *exact.HEADERS):
+    for path in (exact_native.SOURCE, *exact_native.HEADERS):
         (tmp_path / path.name).write_text(path.read_text())
-    (header,) = exact.HEADERS
+    (header,) = exact_native.HEADERS
     assert header.read_text().count(before) == 1
     (tmp_path / header.name).write_text(header.read_text().replace(before, after))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(exact, "SOURCE", tmp_path / exact.SOURCE.name)
-    monkeypatch.setattr(exact, "HEADERS", (tmp_path / header.name,))
-    monkeypatch.setattr(exact, "_loaded", [exact.load(at_most="portable")])  # half the time to compile
+    monkeypatch.setattr(exact_native, "SOURCE", tmp_path / exact_native.SOURCE.name)
+    monkeypatch.setattr(exact_native, "HEADERS", (tmp_path / header.name,))
+    monkeypatch.setattr(exact_native, "_loaded", [exact_native.load(at_most="portable")])  # half the time to compile
     return module
 
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lqrl.quant import exact
+from lqrl.quant import QuantScheme, exact, exact_native
+from lqrl.quant.methods import FullPrecision, linear_method
+from lqrl.quant.methods.exact import exact_method
 from lqrl.quant.native_build import BuildError
 from lqrl.quant.numerics import (
     quantize_fp8_token,
@@ -33,26 +35,26 @@ in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 @lru_cache
-def portable() -> exact.Library:
-    return exact.load(at_most="portable")
+def portable() -> exact_native.Library:
+    return exact_native.load(at_most="portable")
 
 
 @contextmanager
-def on(library: exact.Library, threads: int = 1) -> Iterator[None]:
-    before, count = exact._loaded[0], torch.get_num_threads()
-    exact._loaded[0] = library
+def on(library: exact_native.Library, threads: int = 1) -> Iterator[None]:
+    before, count = exact_native._loaded[0], torch.get_num_threads()
+    exact_native._loaded[0] = library
     torch.set_num_threads(threads)
     try:
         yield
     finally:
-        exact._loaded[0] = before
+        exact_native._loaded[0] = before
         torch.set_num_threads(count)
 
 
 def everywhere(run: Callable[[], Tensor]) -> Tensor:
     """The result, after other threads and the portable code gave the same bits."""
     out = run()
-    for library, threads in ((exact._loaded[0], 2), (portable(), 1)):
+    for library, threads in ((exact_native._loaded[0], 2), (portable(), 1)):
         with on(library, threads):
             assert torch.equal(run(), out)
     return out
@@ -123,7 +125,8 @@ def test_attention_of_a_token_is_the_same_in_a_packed_batch_and_from_a_cache(
         where = torch.stack(
             [torch.arange(slot), torch.ones(slot).long(), torch.arange(slot), torch.full((slot,), step)]
         )
-        assert torch.equal(exact.attention(q[rows], keys, values, where, scaling, window), out[rows])
+        decoded = exact.attention(q[rows], keys, values, exact.Sequences(where, 1), scaling, window)
+        assert torch.equal(decoded, out[rows])
 
 
 @in_dtypes
@@ -207,12 +210,45 @@ def test_rotary_entries_depend_on_their_position_alone():
 
 
 def test_what_cannot_be_exact_is_an_error():
-    with pytest.raises(NotImplementedError, match="implemented on the CPU, not on cuda"):
-        exact.check_device("cuda")
+    with pytest.raises(NotImplementedError, match="runs on the CPU and on CUDA, not on meta"):
+        exact.check_device("meta")
     with pytest.raises(TypeError, match=r"float32 or bfloat16, not torch\.float64"):
         exact.silu(torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="does not fit an input"):
         exact.linear(torch.ones(2, 5), exact.pack(torch.ones(3, 4)))
+
+
+LAYERS = [
+    "none", "int8_w8a8", "int4_w4a4", "int8_w8a16", "int4_w4a16", "int4_w4a16_g32", "int3_w3a16_g32", "fp8_per_tensor",
+    "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a4",
+]  # fmt: skip
+
+
+@in_dtypes
+@pytest.mark.parametrize("scheme", LAYERS)
+def test_a_row_of_a_layer_does_not_see_the_others(scheme: str, dtype: torch.dtype, device: torch.device):
+    method = FullPrecision() if scheme == "none" else linear_method(QuantScheme.preset(scheme))
+    small = device.type == "cpu"
+    for n, k in [(40, 256)] if small else [(40, 256), (4096, 1024), (9000, 1152)]:
+        x, bias = randn(70 if small else 1500, k, dtype=dtype).to(device), randn(n, seed=1, dtype=dtype).to(device)
+        tensors = method.quantize(randn(n, k, seed=2, dtype=dtype).to(device) * 0.05)
+        layer = exact_method(method)
+        operands = layer.operands(tensors, dtype)
+        out, logits = layer.linear(x, operands, bias), layer.logits(x, operands)
+        assert (out.dtype, logits.dtype) == (dtype, torch.float32)
+        for rows in (1, 3, 65) if small else (1, 3, 64, 65, 128, 130, 256, 257, 1024):
+            start = (len(x) - rows) // 2
+            part = x[start : start + rows]
+            assert torch.equal(layer.linear(part, operands, bias), out[start : start + rows])
+            assert torch.equal(layer.logits(part, operands), logits[start : start + rows])
+        assert torch.equal(layer.linear(x.view(2, -1, k), operands, bias).view_as(out), out)
+        again = layer.operands(tensors, dtype, operands)  # a refresh writes in place
+        assert [a.data_ptr() for a in again] == [a.data_ptr() for a in operands]
+        assert torch.equal(layer.linear(x, again, bias), out)
+        plain = method.linear(x, method.operands(tensors, dtype), bias).double()
+        assert (out.double() - plain).norm() <= (
+            1e-2 if dtype == torch.bfloat16 or "fp8" in scheme else 1e-5
+        ) * plain.norm()
 
 
 STAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -233,12 +269,12 @@ STAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @in_dtypes
 @pytest.mark.parametrize("name", STAYS)
-def test_what_stays_with_torch_does_not_see_the_place_of_a_row(name: str, dtype: torch.dtype):
+def test_what_stays_with_torch_does_not_see_the_place_of_a_row(name: str, dtype: torch.dtype, device: torch.device):
     # Reductions here are largest values, which have no order; everything else is one IEEE operation an element.
     for rows, width in ((1, 32), (33, 96), (3001, 32)):
-        a, b = randn(rows, width, dtype=dtype) * 3, randn(rows, width, seed=1, dtype=dtype)
+        a, b = (randn(rows, width, seed=seed, dtype=dtype).to(device) * 3 for seed in (0, 1))
         out = STAYS[name](a, b)
-        with on(exact._loaded[0], threads=2):
+        with on(exact_native._loaded[0], threads=2):
             assert torch.equal(STAYS[name](a, b), out)
         assert torch.equal(STAYS[name](a.t().contiguous().t(), b.t().contiguous().t()), out)
         for i in (0, rows // 2, rows - 1):

@@ -28,7 +28,7 @@ class Decoder:
     Attributes:
         model: the module; its parameters need no gradient.
         head: ``[V, H]`` weight of the output head as the head multiplies it: off CUDA a 16-bit weight is kept a
-            second time in fp32, which the product would otherwise make in every step; in exact mode in the exact
+            second time in fp32, which the product would otherwise make in every step, in exact mode in the exact
             kernel's layout. ``None`` for a low-bit head.
         exact: see `EngineSpec`.
         shapes: heads and widths of each attention layer.

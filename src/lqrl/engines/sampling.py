@@ -15,6 +15,7 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _NUCLEUS = 1024  # most likely tokens that top-p tries before it sorts the whole vocabulary
 _BLOCK = 512  # tokens whose weights are summed before the draw looks inside
+_UNIT_BITS = 45  # weights of at most 1 as integers: 2**18 - 1 of them fit 63 bits
 
 
 class Sampled(NamedTuple):
@@ -136,13 +137,57 @@ def sample_exact(logits: Tensor, uniform: Tensor | None, params: SamplingParams)
     if not params.truncates:
         tokens, rows = exact.sample(logits, _given(uniform) if params.temperature else None, temperature)
         return Sampled(tokens, exact.token_logprobs(logits, tokens, temperature, rows), None)
-    drawn = sample(logits, uniform, params)
     rows = exact.normalizer(logits, temperature)
-    full = exact.token_logprobs(logits, drawn.tokens, temperature, rows)
-    assert drawn.log_mass is not None
+    tokens, mass = _draw_truncated_exact(logits, rows, _given(uniform), params)
+    full = exact.token_logprobs(logits, tokens, temperature, rows)
     # One of these differences is exact whatever the numbers are, so that the sum of both parts is `full` again.
-    logprobs = full - torch.maximum(drawn.log_mass, full)
-    return Sampled(drawn.tokens, logprobs, full - logprobs)
+    logprobs = full - torch.maximum(mass, full)
+    return Sampled(tokens, logprobs, full - logprobs)
+
+
+def _draw_truncated_exact(
+    logits: Tensor, rows: exact.Normalizer, uniform: Tensor, params: SamplingParams, few: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Tokens ``[R]`` after top-k and top-p, and the log of the kept mass ``[R]`` fp32.
+
+    Weights are integers in units of ``2**-_UNIT_BITS``, whose sums have no order; of equal logits the first is the more
+    likely one, which libraries leave open.
+
+    Args:
+        logits: fp32 ``[R, V]``, before the temperature.
+        rows: their normalizer.
+        uniform: ``[R]`` float64.
+        params: sampling settings.
+        few: look at `_NUCLEUS` tokens first when only top-p is set.
+    """
+    vocabulary = logits.shape[1]
+    few = few and params.top_k == 0 and vocabulary > 4 * _NUCLEUS
+    bits = logits.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # integers in the order of the logits
+    order |= torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    size = min(params.top_k or (_NUCLEUS if few else vocabulary), vocabulary)
+    ids = vocabulary - 1 - (order.topk(size, 1).values & 0xFFFFFFFF)
+    values = exact.tempered(logits.gather(1, ids), params.temperature)
+    weights = (torch.sub(values, rows.largest[:, None]).exp_() * 2.0**_UNIT_BITS).long()
+    wide = None
+    if params.top_p < 1:
+        mass = weights.cumsum(1)
+        whole = mass[:, -1].double() if params.top_k > 0 else rows.log_total.exp() * 2.0**_UNIT_BITS
+        goal = (params.top_p * whole)[:, None]
+        wide = mass[:, -1] < goal[:, 0] if few else None
+        weights = weights * (mass - weights < goal)
+    cumulative = weights.cumsum(1)
+    kept = cumulative[:, -1]
+    target = torch.minimum((uniform * kept.double()).long(), kept - 1)
+    tokens = ids.gather(1, _pick(cumulative, target)[:, None]).squeeze(1)
+    log_mass = ((kept.double() * 2.0**-_UNIT_BITS).log() - rows.log_total).float().clamp_max_(0)
+    if wide is not None and bool(wide.any()):
+        at = wide.nonzero().squeeze(1)
+        part = exact.Normalizer(rows.largest[at], rows.log_total[at])
+        again = _draw_truncated_exact(logits[at], part, uniform[at], params, few=False)
+        tokens.index_copy_(0, at, again[0])
+        log_mass.index_copy_(0, at, again[1])
+    return tokens, log_mass
 
 
 def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams, few: bool = True) -> Sampled:

@@ -54,8 +54,18 @@ class SlotCache:
         """Bytes held."""
         return sum(flat.nbytes for layer in self._storage for flat in layer)
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Make room for ``slots`` sequences of at most ``length`` tokens; what was cached is gone."""
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """Slots, their length, and where the first begins: equal while no view has moved."""
+        return self.slots, self.length, self._storage[0][0].data_ptr() if self._storage else 0
+
+    def reserve(self, slots: int, length: int, keep: bool = False) -> None:
+        """Make room for ``slots`` sequences of at most ``length`` tokens; what was cached is gone.
+
+        ``keep`` leaves more and longer slots as they are, for those who remember where they lie.
+        """
+        if keep and slots <= self.slots and length <= self.length:
+            return
         if slots * length > self._capacity:
             self.release()
             self._capacity = slots * length
@@ -189,8 +199,13 @@ class DecodeContext(AttentionContext):
         self._slots = torch.arange(positions.shape[0], device=positions.device)
         self._rows: dict[int, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
-        self._open = live_bias(positions, cache.length, dtype)
-        self._sequences: Tensor | None = None
+        self._open: Tensor | None = None
+        self._sequences: exact.Sequences | None = None
+        if cache.exact:
+            table = torch.stack([self._slots, torch.ones_like(self._slots), self._slots, positions])
+            self._sequences = exact.Sequences(table, 1)
+        else:
+            self._open = live_bias(positions, cache.length, dtype)
 
     def advance(self) -> None:
         """Go to the next token of every slot."""
@@ -198,9 +213,11 @@ class DecodeContext(AttentionContext):
         self._positions += 1
         for rows in self._rows.values():
             rows += 1
-        self._bias.clear()
-        self._sequences = None
-        self._open.view(-1, self._cache.length).scatter_(1, self._positions[:, None], 0)
+        if self._sequences is not None:
+            self._sequences.table[3] += 1
+        if self._open is not None:
+            self._bias.clear()
+            self._open.view(-1, self._cache.length).scatter_(1, self._positions[:, None], 0)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
@@ -211,16 +228,13 @@ class DecodeContext(AttentionContext):
             self._rows[heads] = self._cache.rows(heads, self._slots, self._positions)
         self._cache.write(layer_idx, self._rows[heads], k, v)
         keys, values = self._cache.read(layer_idx, self._slots.shape[0], self._length)
-        if self._cache.exact:
-            if self._sequences is None:
-                one = torch.ones_like(self._slots)
-                self._sequences = torch.stack([self._slots, one, self._slots, self._positions])
+        if self._sequences is not None:
             return exact.attention(q[0].transpose(0, 1), keys, values, self._sequences, scaling, sliding_window)[None]
         if sliding_window not in self._bias:
             self._bias[sliding_window] = self._make_bias(sliding_window)
         return decode_attention(q[0].transpose(0, 1), keys, values, self._bias[sliding_window], scaling)[None]
 
     def _make_bias(self, window: int | None) -> Tensor:
-        if window is None or window >= self._length:
+        if self._open is not None and (window is None or window >= self._length):
             return self._open[..., : self._length]
         return live_bias(self._positions, self._length, self._dtype, window)

@@ -122,7 +122,7 @@ class PackedContext(AttentionContext):
             raise ValueError("PackedContext needs at least one token; drop empty sequences before packing")
         self.longest = max(self.lengths)
         self.tokens = sum(self.lengths)
-        self.sequences = exact_rows.packed_sequences(self.lengths) if exact else None
+        self.sequences = exact_rows.packed_sequences(self.lengths, device) if exact else None
         self._index: Tensor | None = None
         if min(self.lengths) != self.longest:
             counts = torch.tensor(self.lengths)
@@ -166,7 +166,7 @@ class _ExactAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         context: PackedContext,
-        sequences: Tensor,
+        sequences: exact_rows.Sequences,
         scaling: float,
         window: int | None,
     ) -> Tensor:

@@ -2,7 +2,7 @@
 
 Learner and engine call the same functions on the same numbers, row by row, so the log-probs of both are equal as bits.
 What stays is exact already: gathers, and sums and products of two elements, which IEEE arithmetic rounds one way.
-Backward passes may use any kernel.
+Backward passes may use any kernel. The learner may be built on the CPU and moved to the engine's device.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class ExactRotary(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.attention_scaling = scaling
-        self._table = torch.empty(2, 0, 0)
+        self._table = torch.empty(2, 0, 0)  # on the device of the frequencies
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[B, N, D]`` in the dtype of ``x`` at positions ``[B, N]``."""
         longest = int(position_ids.max()) + 1
-        if longest > self._table.shape[1]:
+        if longest > self._table.shape[1] or self._table.device != self.inv_freq.device:
             halves = exact.rotary_table(self.inv_freq, max(256, 1 << (longest - 1).bit_length()))
             self._table = torch.stack([torch.cat([half, half], -1) * self.attention_scaling for half in halves])
         rows = self._table.index_select(1, position_ids.flatten()).to(x.dtype)
@@ -146,13 +146,13 @@ def exact_learner_(model: PreTrainedModel, export_dtype: torch.dtype) -> int:
 def exact_engine_(model: PreTrainedModel) -> int:
     """Make the engine's layers exact, in place; call it after `lqrl.quant.convert_` and ``attach_adapters_``.
 
-    A plain output head stays as it is: `lqrl.engines.decoder.Decoder` multiplies with a copy of its own.
+    A plain output head stays as it is: `lqrl.engines.decoder.Decoder` multiplies with its weight itself.
 
     Returns:
         How many modules were replaced or changed.
 
     Raises:
-        NotImplementedError: naming what cannot be exact.
+        NotImplementedError: naming what cannot be exact, the device too.
     """
     head = model.get_output_embeddings()
 

@@ -46,11 +46,11 @@ def build(source: Path, headers: Sequence[Path], flags: Sequence[str], opener: O
     """
     if os.name != "posix":
         raise BuildError("native kernels are built on POSIX systems only")
-    compiler = _find_compiler()
+    compiler = find_compiler()
     flags = (*FLAGS, *flags)
     text = b"".join(path.read_bytes() for path in (source, *headers))
     version = _run([compiler, "--version"])
-    key = "\0".join((*flags, version, platform.system(), platform.machine(), _cpu_model())).encode()
+    key = "\0".join((*flags, version, platform.system(), platform.machine(), cpu_model())).encode()
     name = f"{source.stem}-{hashlib.sha256(text + key).hexdigest()[:24]}.so"
     include = headers[0].parent if headers else source.parent
     command = [compiler, *flags, "-I", str(include)]
@@ -67,7 +67,12 @@ def build(source: Path, headers: Sequence[Path], flags: Sequence[str], opener: O
     return _open(_compile(command, source, path), opener)
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """Path of the C compiler that `build` runs.
+
+    Raises:
+        BuildError: when none of `COMPILERS` is on PATH.
+    """
     for name in COMPILERS:
         found = shutil.which(name)
         if found is not None:
@@ -85,7 +90,8 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The line that names the processor in Linux's ``/proc/cpuinfo``, elsewhere what Python knows; may be empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -40,15 +40,28 @@ def available() -> bool:
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (0, 0)
+
+
+def serves(device: torch.device, capability: tuple[int, int] = TENSOR_CORES_INT8) -> bool:
+    """Whether ``device`` is an NVIDIA GPU of at least this compute capability and Triton is there."""
+    if device.type != "cuda" or torch.version.cuda is None or not available():
+        return False
+    return _capability(device.index) >= capability
 
 
 def use_triton(tensor: Tensor, capability: tuple[int, int] = TENSOR_CORES_INT8) -> bool:
-    """Whether ``tensor`` is on an NVIDIA GPU of at least this compute capability and Triton is there."""
-    if not tensor.is_cuda or torch.version.cuda is None or not available():
-        return False
-    return _capability(tensor.get_device()) >= capability
+    """Whether ``tensor`` is where Triton `serves`."""
+    return tensor.is_cuda and serves(tensor.device, capability)
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` of the host on ``device``, without waiting for it: a copy from ordinary memory waits for the GPU."""
+    if device.type != "cuda":
+        return values.to(device)
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values).to(device, non_blocking=True)
 
 
 def tiles(length: int, size: int) -> int:

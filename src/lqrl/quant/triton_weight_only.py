@@ -59,10 +59,11 @@ def _decoded(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _dequantized(
-    codes_ptr, scale_ptr, global_ptr, rows, start, n, K: tl.constexpr,
-    FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def dequantized_tile(
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, global_ptr: tl.tensor, rows: tl.tensor, start: tl.tensor, n: tl.tensor,
+    K: tl.constexpr, FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """fp32 values of ``rows`` (int64 ``[BN]``) and BK inputs from ``start``; 0 outside the weight."""
     within = (rows < n)[:, None]
     if FORMAT == _INT8:
@@ -105,7 +106,7 @@ def _unpack(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     start = tl.program_id(1) * BK
-    values = _dequantized(codes_ptr, scale_ptr, global_ptr, rows, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
+    values = dequantized_tile(codes_ptr, scale_ptr, global_ptr, rows, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
     column = start + tl.arange(0, BK)
     mask = (rows < n)[:, None] & (column < K)[None, :]
     tl.store(out_ptr + rows[:, None] * K + column[None, :], to_bf16(values) if BF16 else values, mask=mask)
@@ -124,7 +125,7 @@ def _fused(
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     for step in range(0, STEPS):
         start = (split * STEPS + step) * BK
-        w = _dequantized(codes_ptr, scale_ptr, global_ptr, columns, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
+        w = dequantized_tile(codes_ptr, scale_ptr, global_ptr, columns, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
         inner = start + tl.arange(0, BK)
         mask = (rows < m)[:, None] & (inner < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * K + inner[None, :], mask=mask, other=0.0)
@@ -158,7 +159,7 @@ def _add_splits(
     tl.store(out_ptr + offsets, to_bf16(acc) if BF16 else acc, mask=mask)
 
 
-def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], int, bool]:
+def kernel_arguments(weight: PackedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], int, bool]:
     """What the kernels read: codes, scales as bits where they are no fp32, global scale; format; bf16 scales."""
     scale = weight.scale
     bf16 = scale.dtype == torch.bfloat16
@@ -173,7 +174,7 @@ def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], int
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight ``[N, K]`` in bf16 or fp32, each value rounded once."""
     n, k = weight.shape
-    pointers, code, scale_bf16 = _arguments(weight)
+    pointers, code, scale_bf16 = kernel_arguments(weight)
     out = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     size = weight.group_size if weight.format != "int8" else k
     bn, bk = 16, 256
@@ -210,7 +211,7 @@ def linear(
     x = x.contiguous()
     tile = next((t for most, t in TILES if m <= most), TILES[-1][1]) if tile is None else tile
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
-    pointers, code, scale_bf16 = _arguments(weight)
+    pointers, code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k
     steps = tiles(k, tile.k)
     steps = tiles(steps, splits_of(n, k, tile))

@@ -83,10 +83,8 @@ class Nvfp4(LinearMethod):
 
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the blocks of ``x``, multiply, undo both global scales in fp32, round once, add the bias."""
-        rows = x.reshape(-1, x.shape[-1])
-        token_scale = nvfp4_token_scale(rows)
-        codes, scale = quantize_nvfp4_dynamic(rows, token_scale.unsqueeze(-1))
-        acc = _wide(_scaled(codes, scale).to(operands[0].dtype), operands[0])
+        values, token_scale = self.quantize_input(x.reshape(-1, x.shape[-1]))
+        acc = _wide(values.to(operands[0].dtype), operands[0])
         return finished(acc.div_(operands[1]).div_(token_scale), bias, x)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -96,9 +94,14 @@ class Nvfp4(LinearMethod):
 
     def round_input(self, x: Tensor) -> Tensor:
         """Quantized in blocks with the token's global scale, and back."""
+        values, token_scale = self.quantize_input(x)
+        return values.div_(token_scale).to(x.dtype)
+
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Elements times block scales of the tokens ``[..., K]``, fp32, and the global scales they are yet to lose."""
         token_scale = nvfp4_token_scale(x)
         codes, scale = quantize_nvfp4_dynamic(x, token_scale.unsqueeze(-1))
-        return _scaled(codes, scale).div_(token_scale).to(x.dtype)
+        return _scaled(codes, scale), token_scale
 
 
 def _scaled(codes: Tensor, scale: Tensor) -> Tensor:

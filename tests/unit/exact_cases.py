@@ -1,0 +1,291 @@
+"""Checks of exact mode's Triton kernels on any device: right, and the same bits for a row in any company and tile.
+
+Run as a script with ``TRITON_INTERPRET=1`` they go through Triton's interpreter on the CPU, with small shapes, and
+print ``{check: what went wrong}`` as JSON; `test_exact_triton.py` does that, and runs them on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import packed_weights
+
+from lqrl.quant import exact
+from lqrl.quant import numerics as q
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def randn(device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def same(a: Tensor, b: Tensor, what: object) -> None:
+    assert a.dtype == b.dtype, (what, a.dtype, b.dtype)
+    assert torch.equal(a, b), (what, int((a != b).sum()), "of", a.numel(), "elements differ")
+
+
+def company(x: Tensor, run: Callable[[Tensor], Tensor], heights: tuple[int, ...], what: object) -> None:
+    """Rows of ``run(x)`` are those of ``run`` on ``heights`` rows from anywhere."""
+    out = run(x)
+    for height in heights:
+        for start in {0, (len(x) - height) // 2, len(x) - height}:
+            same(run(x[start : start + height]), out[start : start + height], (what, height, start))
+
+
+def check_products(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_gemm as t
+
+    small = device.type == "cpu"
+    tiles = [t.Tile(64, 32, 64, 4, 2), t.Tile(64, 32, 64, 4, 2, tma=True)]
+    tiles = tiles if small else sorted({tile for *_, tile in t.TILES}, key=str)
+    shapes = [(70, 40, 80)] if small else [(1500, 1032, 1000), (300, 4096, 4096), (130, 152, 12288), (5, 3, 7)]
+    for dtype in DTYPES:
+        for m, n, k in shapes:
+            x, weight = randn(device, m, k, seed=m, dtype=dtype), randn(device, n, k, seed=n, dtype=dtype)
+            bias = randn(device, n, dtype=dtype)
+            chosen = [t.FP32_TILE] if dtype == torch.float32 else tiles
+            out = t.linear(x, weight, None, torch.float32, chosen[0])
+            true = x.double() @ weight.double().T
+            bound = (k + 1) * 2**-23 * (x.double().abs() @ weight.double().abs().T)
+            assert ((out - true).abs() <= bound).all(), (dtype, m, n, k)
+            for tile in chosen:
+                same(t.linear(x, weight, None, torch.float32, tile), out, (dtype, m, n, k, tile))
+                same(t.linear(x, weight, None, torch.bfloat16, tile), out.bfloat16(), "rounded")
+                same(t.linear(x, weight, bias, torch.bfloat16, tile), (out + bias.float()).bfloat16(), "bias")
+                heights = tuple(h for h in (1, 3, 65) if h < m)
+                company(x, lambda x, w=weight, s=tile: t.linear(x, w, None, torch.float32, s), heights, tile)
+            if not small:
+                heights = tuple(h for h in (1, 64, 65, 129, 257, 1024) if h < m)
+                company(x, lambda x, w=weight: t.linear(x, w, None, torch.float32), heights, "chosen tiles")
+
+
+def check_fp8_products(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_gemm as t
+
+    small = device.type == "cpu"
+    tiles = [t.Tile(64, 32, 128, 4, 2)] if small else sorted({tile for *_, tile in t.TILES}, key=str)
+    for m, n, k in [(70, 40, 144)] if small else [(1500, 1032, 1040), (300, 4096, 4096), (130, 152, 12288)]:
+        codes, scale = q.quantize_fp8_token(randn(device, m, k))
+        weight, weight_scale = q.quantize_fp8_channel(randn(device, n, k, seed=1) * 0.02)
+        bias = randn(device, n)
+        out = t.scaled_linear(codes, scale, weight, weight_scale, None, torch.float32, tiles[0])
+        true = (codes.double() * scale) @ (weight.double() * weight_scale).T
+        # Tensor cores add products of fp8 in about 14 bits, cut off at every step.
+        assert (out - true).norm() <= 1e-2 * true.norm(), (m, n, k, float((out - true).norm() / true.norm()))
+
+        def run(
+            rows: slice, tile: t.Tile | None, codes=codes, scale=scale, weight=weight, column=weight_scale
+        ) -> Tensor:
+            return t.scaled_linear(codes[rows], scale[rows], weight, column, None, torch.float32, tile)
+
+        for tile in tiles:
+            same(run(slice(None), tile), out, (m, n, k, tile))
+            rounded = t.scaled_linear(codes, scale, weight, weight_scale, bias, torch.bfloat16, tile)
+            same(rounded, out.bfloat16() + bias.bfloat16(), (m, n, k, tile, "bias"))
+            same(run(slice(3, 4), tile), out[3:4], (m, n, k, tile, "alone"))
+        for height in () if small else (1, 64, 65, 129, 257, 1024):
+            same(run(slice(0, height), None), out[:height], (m, n, k, height))
+
+
+def check_packed_products(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_gemm as t
+    from lqrl.quant import triton_weight_only
+
+    small = device.type == "cpu"
+    tiles = [t.Tile(64, 32, 64, 4, 2)] if small else sorted({tile for *_, tile in t.PACKED_TILES}, key=str)
+    for m, n, k in [(5, 24, 256)] if small else [(1, 4096, 4096), (300, 392, 12288), (64, 1040, 1280)]:
+        x, bias = randn(device, m, k, dtype=torch.bfloat16), randn(device, n, dtype=torch.bfloat16)
+        for packed, _ in packed_weights(device, n, k):
+            weight = triton_weight_only.dequantize(packed, torch.bfloat16)
+            plain = t.Tile(64, 32, 128, 4, 2) if small else None
+            for added, dtype in ((None, torch.float32), (bias, torch.bfloat16)):
+                wanted = t.linear(x, weight, added, dtype, plain)
+                for tile in tiles:
+                    same(t.packed_linear(x, packed, added, dtype, tile), wanted, (packed.format, m, n, k, tile))
+
+
+def check_attention(device: torch.device) -> None:
+    small = device.type == "cpu"
+    cases = [([5, 40, 1, 70], (6, 2), 20, 12), ([9, 3], (4, 4), 16, 16)]
+    if not small:
+        cases += [
+            ([1, 300, 77, 64, 65, 513, 128], (32, 8), 128, 128), ([200, 3, 129], (16, 8), 64, 64),
+            ([130, 90], (9, 3), 80, 80), ([150, 5], (100, 1), 96, 32), ([70, 260], (8, 1), 256, 256),
+        ]  # fmt: skip
+    for lengths, (heads, kv_heads), width, value_width in cases:
+        for dtype in DTYPES:
+            for window in (None, 6) if small else (None, 1, 6, 100):
+                _attention_case(device, lengths, heads, kv_heads, width, value_width, dtype, window)
+
+
+def _attention_case(
+    device: torch.device, lengths: list[int], heads: int, kv_heads: int, width: int, value_width: int,
+    dtype: torch.dtype, window: int | None,
+) -> None:  # fmt: skip
+    """Whole sequences against float64, and steps of decoding against them, from a cache with NaN behind the end."""
+    from lqrl.quant.triton_exact_attention import attention
+
+    total, count, longest, scaling = sum(lengths), len(lengths), max(lengths), width**-0.5
+    query, key = (
+        randn(device, total, heads, width, dtype=dtype),
+        randn(device, total, kv_heads, width, dtype=dtype, seed=1),
+    )
+    value = randn(device, total, kv_heads, value_width, dtype=dtype, seed=2)
+    table, most = exact.packed_sequences(lengths, device)
+    out = attention(query, key, value, table, most, scaling, window)
+    keys = torch.full((count, kv_heads, longest + 7, width), torch.nan, dtype=dtype, device=device)
+    values = torch.full((count, kv_heads, longest + 7, value_width), torch.nan, dtype=dtype, device=device)
+    what, start = (lengths, heads, kv_heads, width, dtype, window), 0
+    for i, n in enumerate(lengths):
+        rows = slice(start, start + n)
+        keys[i, :, :n], values[i, :, :n] = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+        distance = torch.arange(n, device=device)[:, None] - torch.arange(n, device=device)
+        mask = (distance >= 0) & (distance < (window or n))
+        full = (t[rows].transpose(0, 1)[None].double() for t in (query, key, value))
+        true = F.scaled_dot_product_attention(*full, attn_mask=mask, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
+        assert (out[rows] - true).abs().max() < (5e-6 if dtype == torch.float32 else 3e-2), what
+        alone = torch.tensor([[0], [n], [0], [0]], device=device)
+        same(attention(query[rows], key[rows], value[rows], alone, n, scaling, window), out[rows], (what, "alone"))
+        start += n
+    starts = torch.tensor(lengths, device=device).cumsum(0) - torch.tensor(lengths, device=device)
+    for step in sorted({0, 1, longest // 2, longest - 1} if longest > 80 or device.type == "cpu" else range(longest)):
+        slots = [i for i, n in enumerate(lengths) if step < n]  # the others have ended
+        slot = torch.tensor(slots, device=device)
+        rows = starts[slot] + step
+        where = torch.stack(
+            [torch.arange(len(slots), device=device), torch.ones_like(slot), slot, step * torch.ones_like(slot)]
+        )
+        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", step))
+
+
+def check_norms(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_rows as t
+
+    for dtype in DTYPES:
+        for width in (1, 7, 16, 577) if device.type == "cpu" else (1, 7, 64, 128, 577, 1024, 4096, 12288):
+            x, weight = randn(device, 33, width, dtype=dtype) * 3, randn(device, width, seed=1, dtype=dtype)
+            out, inverse = t.rms_norm(x, weight, 1e-6)
+            factor = 1 / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+            assert torch.allclose(inverse.double(), factor, rtol=1e-6), (dtype, width)
+            close = 1e-2 if dtype == torch.bfloat16 else 1e-6
+            assert torch.allclose(out.double(), x.double() * factor * weight.double(), rtol=close, atol=1e-7), (
+                dtype,
+                width,
+            )
+            company(x, lambda x, w=weight: t.rms_norm(x.contiguous(), w, 1e-6)[0], (1, 2, 31), (dtype, width))
+
+
+def check_silu(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_rows as t
+
+    for dtype in DTYPES:
+        x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([0.0, -0.0])]).to(dtype).to(device)
+        out = t.silu(x)
+        true = x.double() / (1 + (-x.double()).exp())
+        live = true.abs() > 1e-35  # exp(86.6) and above: the result is as small as that, or 0
+        # The exponent is rounded before it is raised, so the error grows with it.
+        spacing = torch.finfo(dtype).eps * true.abs() * (2 + x.double().abs() * (dtype == torch.float32))
+        assert ((out.double() - true).abs() <= spacing)[live].all()
+        for start in (13, 77, 4000):
+            same(t.silu(x[start:].clone()), out[start:], start)
+        extremes = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
+        assert t.silu(extremes).isnan().tolist() == [False, True, True]
+
+
+def check_draws(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_draw as t
+
+    small = device.type == "cpu"
+    for vocabulary in (1, 9, 5000) if small else (1, 9, 1024, 1025, 5000, 151936):
+        rows = 40 if small else 300
+        logits = randn(device, rows, vocabulary) * 3
+        uniform = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+        uniform = uniform.to(device)
+        for temperature in (1.0, 0.7):
+            weights = t.weigh(logits, temperature)
+            tokens, log_total = t.draw(weights, uniform), weights.log_total()
+            tempered = logits.double() / temperature
+            total = (tempered - tempered.amax(1, keepdim=True)).exp().sum(1).log()
+            assert (log_total - total).abs().max() < 2e-6, (vocabulary, temperature)
+            cumulative = tempered.softmax(1).cumsum(1)
+            above = cumulative.gather(1, tokens[:, None]).squeeze(1)
+            below = torch.where(tokens > 0, cumulative.gather(1, (tokens - 1).clamp_min(0)[:, None]).squeeze(1), 0)
+            assert ((below - 1e-6 <= uniform) & (uniform <= above + 1e-6)).all(), (vocabulary, temperature)
+            for start, end in ((3, 4), (5, 17)):
+                part = t.weigh(logits[start:end].contiguous(), temperature)
+                same(part.log_total(), log_total[start:end], "log total")
+                same(t.draw(part, uniform[start:end].contiguous()), tokens[start:end], "tokens")
+    logits = torch.full((2, 3000), -torch.inf, device=device)
+    logits[:, [5, 2950]] = 1.0  # the others are never drawn
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=device)
+    assert t.draw(t.weigh(logits, 1.0), ends).tolist() == [5, 2950]
+    logits[1, 7] = torch.nan
+    assert t.weigh(logits, 1.0).largest.isnan().tolist() == [False, True]
+    assert 0 <= t.draw(t.weigh(logits, 1.0), ends)[1] < 3000
+
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_products,
+        check_fp8_products,
+        check_packed_products,
+        check_attention,
+        check_norms,
+        check_silu,
+        check_draws,
+    )
+}
+
+
+def mend_interpreter() -> None:
+    """Make up for what Triton's interpreter lacks.
+
+    Loop bounds that are loaded fail on numpy from 2.4 on. Products go through BLAS, whose fp32 sums depend on a row's
+    place; in float64 that is below the rounding to fp32.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def create_dot(self, a, b, d, precision, imprecise):
+        if d.data.dtype != np.float32:
+            return dot(self, a, b, d, precision, imprecise)
+        wide = [x.data for x in (a, b)]
+        if a.dtype.primitive_bitwidth == 8:
+            wide = [interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16) for x in (a, b)]
+        product = np.matmul(*(x.astype(np.float64) for x in wide)) + d.data
+        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
+
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_lang_tensor, create_dot
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # numpy's, of overflows in exponentials
+    mend_interpreter()
+    found: dict[str, str | None] = {}
+    for name, check in CHECKS.items():
+        try:
+            check(torch.device("cpu"))
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()[-1500:]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

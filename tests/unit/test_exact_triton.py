@@ -1,0 +1,82 @@
+"""The Triton kernels of exact mode: interpreted on the CPU, compiled on the GPU; and what needs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exact_cases import CHECKS
+from exact_sides import both, compared, prompts
+from transformers import Qwen3Config
+
+from lqrl.quant import exact, triton_use
+from lqrl.types import SamplingParams
+
+CASES = Path(__file__).with_name("exact_cases.py")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    """What each check says under the interpreter, which must be chosen before triton is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_interpreted_kernels_are_right_row_by_row(name, interpreted):
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_compiled_kernels_are_right_row_by_row(name):
+    CHECKS[name](torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("none", torch.bfloat16),
+        ("none", torch.float32),
+        ("int8_w8a8+kv_int8", torch.bfloat16),
+        ("int4_w4a16", torch.bfloat16),
+        ("int8_w8a16+lm_head", torch.bfloat16),
+        ("fp8_per_channel+lm_head+kv_fp8", torch.bfloat16),
+        ("fp8_per_tensor", torch.bfloat16),
+        ("fp8_per_block", torch.bfloat16),
+    ],
+)
+def test_a_model_that_meets_every_tile_is_exact(scheme: str, dtype: torch.dtype):
+    """Heights of 1 to 300 rows in decoding, thousands in prefill and learner, contexts of several key blocks."""
+    config = Qwen3Config(
+        vocab_size=9000, hidden_size=512, intermediate_size=2304, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    options = {"max_num_batched_tokens": 4000, "device": "cuda", "positions": 512}
+    for slots, samples, rows in ((300, 6, 64), (70, 2, 7), (1, 1, 1)):
+        case = both(config, scheme, dtype, max_num_seqs=slots, **options)
+        asked = prompts(1 if slots == 1 else 50, 200, 9000)
+        params = SamplingParams(n=samples, max_tokens=40)
+        assert compared(case, asked, params, rows=rows) == (len(asked) * samples * 40, 0)
+
+
+def test_cuda_without_triton_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv(triton_use.VARIABLE, "0")
+    triton_use.available.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"exact mode on cuda needs Triton .* leave LQRL_TRITON unset"):
+        exact.check_device("cuda")
+    triton_use.available.cache_clear()
