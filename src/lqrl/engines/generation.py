@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.decoder import Decoder
-from lqrl.engines.sampling import Sampled, sample, sample_exact, sample_keys, uniforms
-from lqrl.engines.slots import DecodeContext, PrefillContext, SlotCache
+from lqrl.engines.sampling import Sampled, sample_keys, uniforms
+from lqrl.engines.slots import PrefillContext, SlotCache
+from lqrl.engines.stepper import Stepper
 from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
 
@@ -53,20 +54,21 @@ class Generation:
 
     Args:
         decoder: the model.
-        cache: reserved here for this call.
+        cache: keys and values.
+        stepper: its buffers, and the cache, are reserved here for this call.
         prompts: checked by the engine.
         params: sampling settings.
         seed: see `lqrl.engines.sampling.sample_keys`.
         stop_token_ids: tokens that end a sample.
         max_slots: most samples that run together.
         prefill_tokens: most prompt tokens in one prefill (one prompt may exceed it).
-        host_interval: decode steps between two looks at the device for finished samples.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         cache: SlotCache,
+        stepper: Stepper,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
@@ -74,10 +76,9 @@ class Generation:
         stop_token_ids: Sequence[int],
         max_slots: int,
         prefill_tokens: int,
-        host_interval: int,
     ) -> None:
-        self._decoder, self._cache, self._params = decoder, cache, params
-        self._prefill_tokens, self._host_interval = prefill_tokens, host_interval
+        self._decoder, self._cache, self._stepper = decoder, cache, stepper
+        self._params, self._prefill_tokens = params, prefill_tokens
         self._device = device = cache.device
         counts = params.counts(len(prompts))
         self._rows = [(p, params.first_sample + i) for p, n in zip(prompts, counts, strict=True) for i in range(n)]
@@ -86,7 +87,7 @@ class Generation:
         self._queue = deque(_Group(p, deque(range(s, s + n))) for p, s, n in zip(prompts, starts, counts, strict=True))
         self._counts = counts
         self._slots = min(max_slots, rows)
-        cache.reserve(self._slots, max(len(p.input_ids) for p in prompts) + self._budget)
+        stepper.reserve(self._slots, max(len(p.input_ids) for p in prompts) + self._budget, params)
         # Results lie by row and position, so that a sample that changes its slot moves nothing.
         self._tokens = torch.zeros(rows * self._budget, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(rows * self._budget, device=device)
@@ -98,8 +99,7 @@ class Generation:
         self._reasons: list[FinishReason] = ["length"] * rows
         self._running: list[_Sequence | None] = []
         self._step = 0
-        # Last token, its position, and where the next result goes, for each slot.
-        self._last = torch.zeros(3, self._slots, dtype=torch.int64, device=device)
+        self._at = torch.zeros(self._slots, dtype=torch.int64, device=device)  # where a slot's next result goes
 
     def run(self) -> None:
         """Draw everything."""
@@ -165,10 +165,12 @@ class Generation:
                 return
             logits = self._decoder.logits(self._prefill(batch))
             rows = torch.tensor([batch.rows, batch.group_of, batch.slots], device=self._device)
-            drawn = self._draw(logits.index_select(0, rows[1]), rows[0] * self._budget)
+            at = rows[0] * self._budget
+            drawn = self._draw(logits.index_select(0, rows[1]), at)
             lengths = torch.tensor([len(batch.groups[g].prompt.input_ids) for g in batch.group_of])
-            values = torch.stack([drawn.tokens, lengths.to(self._device), rows[0] * self._budget + 1])
-            self._last.index_copy_(1, rows[2], values)
+            new = (drawn.tokens, lengths.to(self._device), at + 1)
+            for held, values in zip(self._of_slots(), new, strict=True):
+                held.index_copy_(0, rows[2], values)
             stopped = self._is_stop[drawn.tokens].tolist()
             for slot, row, group, stop in zip(batch.slots, batch.rows, batch.group_of, stopped, strict=True):
                 self._running[slot] = _Sequence(batch.groups[group], row, self._step)
@@ -234,24 +236,26 @@ class Generation:
         made = [self._step - s.born + 1 for s in sequences]
         longest = max(len(s.group.prompt.input_ids) + n for s, n in zip(sequences, made, strict=True))
         left = self._budget - max(made)
-        last = self._last[:, : len(sequences)]
-        context = DecodeContext(self._cache, last[1], longest, self._cache.dtype)
+        self._stepper.start(len(sequences), longest)
         while True:
-            stops = []
-            steps = min(self._host_interval, left)
-            for _ in range(steps):
-                hidden = self._decoder(last[0], last[1], context)
-                drawn = self._draw(self._decoder.logits(hidden), last[2])
-                last[0] = drawn.tokens
-                last[2] += 1
-                context.advance()
-                stops.append(self._is_stop[drawn.tokens])
+            steps = min(self._stepper.interval, left)
+            stops = self._is_stop[self._run(len(sequences), steps)]
             self._step += steps
             left -= steps
-            hits = stops[0] if steps == 1 else torch.stack(stops).any(0)
-            if left == 0 or bool(hits.any()):
-                self._end(torch.stack(stops).tolist())
+            if left == 0 or bool(stops.any()):
+                self._end(stops.tolist())
                 return
+
+    def _run(self, rows: int, steps: int) -> Tensor:
+        """Some steps of the first slots, and their results stored; the tokens ``[steps, rows]``."""
+        at = self._at[:rows]
+        places = (at + torch.arange(steps, device=self._device)[:, None]).flatten()
+        if self._uniforms is not None:
+            self._stepper.uniforms[:steps, :rows] = self._uniforms.index_select(0, places).view(steps, rows)
+        drawn = self._stepper.run(steps)
+        self._store(places, drawn.tokens, drawn.logprobs, drawn.log_mass)
+        at += steps
+        return drawn.tokens
 
     def _end(self, stops: list[list[bool]]) -> None:
         """End the samples that drew a stop token in one of the last steps, and those whose budget is spent."""
@@ -267,12 +271,19 @@ class Generation:
     def _draw(self, logits: Tensor, at: Tensor) -> Sampled:
         """Sample, and store the results at flat places ``at`` ``[R]``."""
         uniform = None if self._uniforms is None else self._uniforms.index_select(0, at)
-        drawn = (sample_exact if self._decoder.exact else sample)(logits, uniform, self._params)
-        self._tokens.index_copy_(0, at, drawn.tokens)
-        self._logprobs.index_copy_(0, at, drawn.logprobs)
-        if drawn.log_mass is not None:
-            self._log_mass.index_copy_(0, at, drawn.log_mass)
+        drawn = self._stepper.sample(logits, uniform)
+        self._store(at, *drawn)
         return drawn
+
+    def _store(self, places: Tensor, tokens: Tensor, logprobs: Tensor, log_mass: Tensor | None) -> None:
+        self._tokens.index_copy_(0, places, tokens.flatten())
+        self._logprobs.index_copy_(0, places, logprobs.flatten())
+        if log_mass is not None:
+            self._log_mass.index_copy_(0, places, log_mass.flatten())
+
+    def _of_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Last token, its position, and where the next result goes, of each slot."""
+        return self._stepper.tokens, self._stepper.positions, self._at
 
     def _finish(self, slot: int, length: int, stopped: bool) -> None:
         sequence = self._running[slot]
@@ -291,7 +302,8 @@ class Generation:
             longest = max(len(s.group.prompt.input_ids) + self._step - s.born for s in moved if s is not None)
             self._cache.copy(source, target, longest)
             at = torch.tensor([source, target], device=self._device)
-            self._last.index_copy_(1, at[1], self._last.index_select(1, at[0]))
+            for held in self._of_slots():
+                held.index_copy_(0, at[1], held.index_select(0, at[0]))
             for slot, sequence in zip(target, moved, strict=True):
                 self._running[slot] = sequence
         del self._running[count:]

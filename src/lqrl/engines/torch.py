@@ -20,6 +20,7 @@ from lqrl.engines.base import (
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.slots import SlotCache
+from lqrl.engines.stepper import Stepper
 from lqrl.engines.transaction import addresses, model_digest, write_weights_
 from lqrl.quant.kv import kv_method, kv_scales
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
@@ -50,6 +51,7 @@ class TorchEngineFactory(EngineFactory):
             sets no limit beside ``max_num_seqs``.
         host_interval: decode steps between two looks at the device for finished samples; ``None`` is 1 on the CPU
             and 8 elsewhere. Samples do not depend on it.
+        cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`.
 
     Raises:
         ValueError: when a number is below 1.
@@ -59,6 +61,7 @@ class TorchEngineFactory(EngineFactory):
     max_num_batched_tokens: int = 8192
     kv_cache_tokens: int | None = None
     host_interval: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "host_interval"):
@@ -96,6 +99,8 @@ class TorchEngine(RolloutEngine):
             kv_scales(self.decoder.model, spec.scheme),
             spec.exact,
         )
+        interval = options.host_interval or (1 if spec.device.type == "cpu" else 8)
+        self._stepper = Stepper(self.decoder, self._cache, interval, options.cuda_graphs)
         self._stats = EngineStats()
 
     @property
@@ -130,13 +135,13 @@ class TorchEngine(RolloutEngine):
             generation = Generation(
                 self.decoder,
                 self._cache,
+                self._stepper,
                 prompts,
                 params,
                 seed=seed,
                 stop_token_ids=(*stops, *params.stop_token_ids),
                 max_slots=slots,
                 prefill_tokens=self.options.max_num_batched_tokens,
-                host_interval=self.options.host_interval or (1 if self.spec.device.type == "cpu" else 8),
             )
             generation.run()
             completions = generation.completions(self.policy_version)
@@ -175,6 +180,7 @@ class TorchEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Release the cache; the weights stay."""
+        self._stepper.release()
         self._cache.release()
         self._asleep = True
 

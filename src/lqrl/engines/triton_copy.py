@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lqrl.engines.copy import Copy
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_use import on_device, tiles
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES = 8192  # of one program's tile
@@ -149,7 +149,7 @@ def _launch(group: Sequence[Copy], flags: Tensor, size: int) -> None:
         programs += tiles(words, _WORDS)
     if programs:
         # `torch.tensor` of a list of this length takes longer than the copies.
-        table = torch.frombuffer(starts + rows, dtype=torch.int64).to(flags.device, non_blocking=True)
+        table = on_device(torch.frombuffer(starts + rows, dtype=torch.int64), flags.device)
         _copies[(programs,)](table, flags, BITS=8 * size, TENSORS=_TENSORS, BLOCK=_WORDS, num_warps=_WARPS)
 
 

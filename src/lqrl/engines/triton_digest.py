@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lqrl.quant.triton_use import on_device
+
 _WIDTH = 2**15  # words that share one table of place values, as in `lqrl.engines.digest`
 _MIX_1 = tl.constexpr(-4658895280553007687)  # of `lqrl.engines.sampling.mix64`
 _MIX_2 = tl.constexpr(-7723592293110705685)
@@ -83,7 +85,7 @@ def tensor_digests(words: Sequence[Tensor]) -> Tensor:
             table = torch.tensor([(w.data_ptr(), w.numel(), i) for i, w in chosen], dtype=torch.int64)
             jobs = _jobs([w.numel() for _, w in chosen])
             _digest[(len(jobs),)](
-                table.to(out.device), jobs.to(out.device), out, WORD=word, WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK,
-                num_warps=4,
+                on_device(table, out.device), on_device(jobs, out.device), out,
+                WORD=word, WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4,
             )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lqrl.quant.triton_quantize import WIDEST, quantize_row, row_warps
-from lqrl.quant.triton_use import power_of_two, tiles
+from lqrl.quant.triton_use import on_device, power_of_two, tiles
 
 _MATRICES = 64  # most of one launch
 _BUFFER = 2**28  # bytes of codes that live and die together
@@ -99,7 +99,7 @@ def _batch(
     if rows:
         with torch.cuda.device_of(first):
             _rows_of_many[(rows,)](
-                table.to(first.device, non_blocking=True), codes, scale, k, float(largest or 0.0), float(floor),
+                on_device(table, first.device), codes, scale, k, float(largest or 0.0), float(floor),
                 WORD=tl.int16 if bf16 else tl.float32, FP8=largest is None, BF16=bf16,
                 ROUND=export_dtype == torch.bfloat16, MATRICES=together,
                 ALIGNED=width % 16 == 0 and all(w.data_ptr() % 16 == 0 for w in weights),
