@@ -1,0 +1,122 @@
+"""The packages that lqrl needs or can use: installed, within its declared range, and importable."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata as metadata
+import platform
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from lqrl.doctor.report import Row, Section, attempt
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+# What a row can be without lqrl's own metadata, which a source tree that was not installed has not.
+_UNDECLARED = ("torch", "lightning", "transformers")
+# Extras, and what each is for.
+_OPTIONAL = {
+    "bitsandbytes": "nf4",
+    "peft": "LoRA adapters",
+    "datasets": "prompts from the hub",
+    "compressed-tensors": "transformers, which reads quantized checkpoints with it",
+    "gguf": "transformers, which reads GGUF files with it",
+    "tensorboard": "its logger",
+    "wandb": "its logger",
+}
+_VLLM_SECONDS = 120
+
+
+def required_section() -> Section:
+    """Python, and what ``pip install lqrl`` brings."""
+    rows = [Row("python", "ok", f"{platform.python_version()}, {sys.executable}")]
+    try:
+        declared = [text for text in metadata.requires("lqrl") or () if "extra ==" not in text]
+    except metadata.PackageNotFoundError:
+        declared = list(_UNDECLARED)
+        found = "a source tree without metadata: the versions below are not compared"
+        rows.append(Row("lqrl", "missing", found, "pip install -e ."))
+    return Section("packages", (*rows, *(attempt(_name_of(text), _required, text) for text in declared)))
+
+
+def optional_section() -> Section:
+    """What the extras bring."""
+    return Section("extras", tuple(attempt(name, _optional, use) for name, use in _OPTIONAL.items()))
+
+
+def vllm_row(name: str) -> Row:
+    """vLLM, imported in a process of its own: it changes the process that imports it, and may end it."""
+    found = _installed(name, _declared(name), "its engine and for serving quantized checkpoints")
+    if found.status != "ok":
+        return found
+    command = [sys.executable, "-c", f"import {name}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_SECONDS, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Row(name, "FAILED", f"{found.detail}, import: {said[-1][:160]}", _again(_declared(name)))
+    return found
+
+
+def _required(name: str, text: str) -> Row:
+    from packaging.requirements import Requirement
+
+    return _imported(name, Requirement(text), "")
+
+
+def _optional(name: str, use: str) -> Row:
+    return _imported(name, _declared(name), use)
+
+
+def _imported(name: str, requirement: Requirement, use: str) -> Row:
+    """The package's row after its import, whose failure is that of the package."""
+    found = _installed(name, requirement, use)
+    if "version" not in found.facts:
+        return found
+
+    def test(_: str) -> Row:
+        importlib.import_module(name.replace("-", "_"))
+        return found
+
+    return attempt(name, test, remedy=_again(requirement))
+
+
+def _installed(name: str, requirement: Requirement, use: str) -> Row:
+    """The package's row as its metadata has it, without an import."""
+    wanted = str(requirement.specifier)
+    facts = {"required": wanted}
+    what = f", for {use}" if use else ""
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Row(name, "missing", f"not installed{what}", _install(requirement), facts)
+    facts["version"] = version
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Row(name, "missing", f"{version}, needs {wanted}{what}", _install(requirement), facts)
+    return Row(name, "ok", version + (f", in the range {wanted}" if wanted else "") + what, "", facts)
+
+
+def _declared(name: str) -> Requirement:
+    """What an extra of lqrl says of the package; any version where nothing does."""
+    from packaging.requirements import Requirement
+
+    try:
+        texts = metadata.requires("lqrl") or []
+    except metadata.PackageNotFoundError:
+        texts = []
+    return next((r for r in map(Requirement, texts) if r.name == name), Requirement(name))
+
+
+def _name_of(text: str) -> str:
+    """The package that a requirement names, without the package that can parse one."""
+    end = next((i for i, character in enumerate(text) if not (character.isalnum() or character in "-_.")), len(text))
+    return text[:end]
+
+
+def _install(requirement: Requirement) -> str:
+    return f"pip install '{requirement.name}{requirement.specifier}'"
+
+
+def _again(requirement: Requirement) -> str:
+    return f"pip install --force-reinstall '{requirement.name}{requirement.specifier}'"
