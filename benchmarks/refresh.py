@@ -4,11 +4,11 @@
 
 Learner and engine are bare modules with the layers of Qwen3-8B and random bf16 weights; no transformers model is built.
 The learner is prepared and its codes are stale, as after an optimizer step. ``total`` is what a refresh costs without
-its digest: `export_weights` (quantization, checks for NaN), `write_weights_` (copy, change counts, checks), `pack_` and
+its digest: `export_weights` (quantization, checks for NaN), `write_weights_` (copy, change counts, checks), packing and
 the comparison of addresses. The floor reads the bf16 weights once and writes the engine's once, at the bandwidth of a
 large copy. Wall times, host work included. Its parts run alone, each after the last has finished: ``quantize``
 (`quantize_layers`), ``checks`` (an export of fresh codes: walking the model, looking for NaN), ``write`` and ``host``
-(packing, and two walks over the engine's addresses). Together they take longer than the total, in which the host
+(packing, and the comparison of addresses). Together they take longer than the total, in which the host
 works ahead of the GPU.
 """
 
@@ -21,10 +21,11 @@ from side_by_side import Timer, bandwidth, card
 from torch import nn
 
 from lqrl.engines.digest import tensor_digest
-from lqrl.engines.transaction import addresses, all_tensors, model_digest, write_weights_
+from lqrl.engines.transaction import HeldTensors, all_tensors, model_digest, write_weights_
 from lqrl.quant import QuantScheme, export_weights
+from lqrl.quant.codes import CodeModule
 from lqrl.quant.linear import AlignedLinear, quantize_layers
-from lqrl.quant.prepare import convert_, pack_, prepare_
+from lqrl.quant.prepare import convert_, prepare_
 from lqrl.quant.stream import StableTensors
 
 QWEN3_8B = {"hidden": 4096, "wide": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 151936}
@@ -62,6 +63,15 @@ class Weights(nn.Module):
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
 
 
+class Engine:
+    """The engine's side: its tensors and its layers with codes, found once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.held = HeldTensors(model)
+        self.coded = [module for module in model.modules() if isinstance(module, CodeModule)]
+
+
 def weights(layers: int, shape: dict[str, int], device: torch.device) -> Weights:
     """Random bf16 weights."""
     with torch.device("meta"):
@@ -77,20 +87,19 @@ def held_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for _, t in all_tensors(model))
 
 
-def refresh(learner: nn.Module, engine: nn.Module, scheme: QuantScheme) -> None:
+def refresh(learner: nn.Module, engine: Engine, scheme: QuantScheme) -> None:
     """What `TorchEngine.update_weights` does, without the digest."""
-    before = addresses(engine)
-    written = write_weights_(engine, export_weights(learner, scheme, export_dtype=torch.bfloat16))
-    pack_(engine)
-    assert addresses(engine) == before
+    assert not engine.held.moved()
+    written = write_weights_(engine.held, export_weights(learner, scheme, export_dtype=torch.bfloat16))
+    host(engine)
     assert written.elements > 0
 
 
-def host(engine: nn.Module) -> None:
+def host(engine: Engine) -> None:
     """What is done on the host alone."""
-    before = addresses(engine)
-    pack_(engine)
-    assert addresses(engine) == before
+    for layer in engine.coded:
+        layer.pack()
+    assert not engine.held.moved()
 
 
 def step(learner: nn.Module) -> None:
@@ -102,8 +111,9 @@ def step(learner: nn.Module) -> None:
 def measure(args: argparse.Namespace, name: str, timer: Timer, rate: float) -> str:
     """One row of the table."""
     scheme, shape = QuantScheme.preset(name), TINY if args.tiny else QWEN3_8B
-    learner, engine = (weights(args.layers, shape, timer.device) for _ in range(2))
-    convert_(engine, scheme)
+    learner, model = (weights(args.layers, shape, timer.device) for _ in range(2))
+    convert_(model, scheme)
+    engine = Engine(model)
     prepare_(learner, scheme, export_dtype=torch.bfloat16)
     layers = [module for module in learner.modules() if isinstance(module, AlignedLinear)]
 
@@ -116,11 +126,11 @@ def measure(args: argparse.Namespace, name: str, timer: Timer, rate: float) -> s
     codes = timer.wall(quantize, lambda: step(learner))
     export = timer.wall(lambda: list(export_weights(learner, scheme, export_dtype=torch.bfloat16)))
     exported = list(export_weights(learner, scheme, export_dtype=torch.bfloat16))
-    write = timer.wall(lambda: write_weights_(engine, StableTensors(exported)))
+    write = timer.wall(lambda: write_weights_(engine.held, StableTensors(exported)))
     alone = timer.wall(lambda: host(engine))
-    digest = timer.wall(lambda: model_digest(engine))
-    reading = held_bytes(engine) / rate * 1e3
-    floor = (held_bytes(learner) + held_bytes(engine)) / rate * 1e3
+    digest = timer.wall(lambda: model_digest(model))
+    reading = held_bytes(model) / rate * 1e3
+    floor = (held_bytes(learner) + held_bytes(model)) / rate * 1e3
     figures = (total, floor, total / floor, codes, export, write, alone, digest, digest / reading)
     return f"| {name:16} | " + " | ".join(f"{ms:8.2f}" for ms in figures) + " |"
 

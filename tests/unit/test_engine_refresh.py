@@ -15,7 +15,7 @@ from transformers import GemmaConfig, PreTrainedModel, Qwen2Config
 from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
 from lqrl.engines.digest import digest, tensor_digest
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
-from lqrl.engines.transaction import addresses, all_tensors
+from lqrl.engines.transaction import HeldTensors, all_tensors
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme
@@ -54,10 +54,10 @@ def test_every_element_is_written_once(scheme: QuantScheme) -> None:
 @SCHEMES
 def test_storage_does_not_move(scheme: QuantScheme, device: torch.device) -> None:
     engine = empty_engine(scheme, device)
-    before = addresses(engine.decoder.model)
+    held = HeldTensors(engine.decoder.model)
     engine.update_weights(stream(0, scheme), policy_version=0)
     engine.update_weights(stream(1, scheme), policy_version=1)
-    assert addresses(engine.decoder.model) == before
+    assert not held.moved()
 
 
 @SCHEMES
@@ -230,3 +230,16 @@ def test_digests_see_swapped_rows_and_flipped_signs_in_large_tensors() -> None:
     assert len({digest([("w", t)]) for t in (tensor, swapped, flipped)}) == 3
     assert digest([("a", tensor), ("b", swapped)]) == digest([("b", swapped), ("a", tensor)])
     assert digest([("a", tensor), ("b", swapped)]) != digest([("b", tensor), ("a", swapped)])
+
+
+def test_a_tensor_that_was_replaced_or_moved_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    held = HeldTensors(model)
+    with torch.no_grad():
+        model[0].weight.fill_(1)
+    assert not held.moved()
+    model[1].running_mean = model[1].running_mean.clone()
+    model[0].bias.data = model[0].bias.data.clone()
+    assert sorted(held.moved()) == ["0.bias", "1.running_mean"]
+    del model[0].weight
+    assert "0.weight" in held.moved()

@@ -15,9 +15,11 @@ from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, 
 from lqrl.modeling.exact import exact_engine_
 from lqrl.quant import exact
 from lqrl.quant.adapters import attach_adapters_
+from lqrl.quant.codes import CodeModule
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
-from lqrl.quant.prepare import convert_, pack_
+from lqrl.quant.prepare import convert_
+from lqrl.quant.walk import walk
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Decoder:
                 self.head = exact.pack(weight)
             elif not weight.is_cuda and weight.dtype != torch.float32:
                 self.head = weight.float()
+        self._coded = [module for _, module in walk(self.model) if isinstance(module, CodeModule)]
         self.lean: LeanDecoder | None = None
         self._max_positions = spec.max_model_len
         self._chosen = False
@@ -84,7 +87,8 @@ class Decoder:
     @torch.no_grad()
     def refresh_derived(self) -> None:
         """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place."""
-        pack_(self.model)
+        for layer in self._coded:
+            layer.pack()
         if self.head is not None and self.exact:
             exact.pack(output_weight(self.model), self.head)
         elif self.head is not None:

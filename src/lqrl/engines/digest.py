@@ -17,11 +17,17 @@ _BLOCKS = {"cpu": 1}  # blocks hashed at once; elsewhere many, for few launches
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
+def word_size(tensor: Tensor) -> int:
+    """Bytes of the widest integers that divide a contiguous ``tensor`` and the way to it in its storage."""
+    return next(
+        n for n in _WORDS if tensor.nbytes % n == 0 and tensor.storage_offset() * tensor.element_size() % n == 0
+    )
+
+
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of ``tensor`` as a flat tensor of the widest integers that divide it."""
-    flat = tensor.detach().contiguous().flatten().view(torch.int8)
-    size = next(n for n in (8, 4, 2, 1) if flat.numel() % n == 0 and flat.storage_offset() % n == 0)
-    return flat.view(_WORDS[size])
+    """The bits of ``tensor`` as a flat tensor of integers."""
+    tensor = tensor.detach().contiguous()
+    return tensor.flatten().view(torch.int8).view(_WORDS[word_size(tensor)])
 
 
 @torch.no_grad()
@@ -31,11 +37,11 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     Each word is mixed with its position and the results are added with wrap-around, so the order of the work does not
     matter but the order of the words does.
     """
-    words = _words(tensor)
-    if use_triton(words):
+    if use_triton(tensor):
         from lqrl.engines import triton_digest
 
-        return triton_digest.tensor_digests([words])[0]
+        return triton_digest.tensor_digests([tensor])[0]
+    words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     width = min(_BLOCK, max(words.numel(), 1))  # padding adds nothing, so a small tensor needs no whole block
     place = mix64(torch.arange(width, dtype=torch.int64, device=tensor.device) + 1) | 1
@@ -63,7 +69,7 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[int]:
         if use_triton(tensors[here[0]]):
             from lqrl.engines import triton_digest
 
-            found = triton_digest.tensor_digests([_words(tensors[place]) for place in here])
+            found = triton_digest.tensor_digests([tensors[place] for place in here])
         else:
             found = torch.stack([tensor_digest(tensors[place]) for place in here])
         for place, value in zip(here, found.tolist(), strict=True):

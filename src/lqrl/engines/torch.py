@@ -21,7 +21,7 @@ from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.stepper import Stepper
-from lqrl.engines.transaction import addresses, model_digest, write_weights_
+from lqrl.engines.transaction import HeldTensors, model_digest, write_weights_
 from lqrl.quant.kv import kv_method, kv_scales
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
@@ -101,6 +101,7 @@ class TorchEngine(RolloutEngine):
         )
         interval = options.host_interval or (1 if spec.device.type == "cpu" else 8)
         self._stepper = Stepper(self.decoder, self._cache, interval, options.cuda_graphs)
+        self._held: HeldTensors | None = None
         self._stats = EngineStats()
 
     @property
@@ -186,11 +187,12 @@ class TorchEngine(RolloutEngine):
 
     def _load(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
         model = self.decoder.model
-        before = addresses(model)
-        written = write_weights_(model, weights, frozen)
+        if self._held is None or self._held.moved():
+            self._held = HeldTensors(model)
+        written = write_weights_(self._held, weights, frozen)
         self.decoder.refresh_derived()
         self._cache.clear()
-        moved = [name for name, address in addresses(model).items() if before.get(name) != address]
+        moved = self._held.moved()
         if moved:
             raise RefreshError(f"storage moved during the refresh: {', '.join(moved[:5])}")
         return RefreshReport(

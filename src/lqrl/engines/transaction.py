@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +35,7 @@ class Written:
 class _Ledger:
     """What has been written, and flags that stay on the device until the end (one host round trip a refresh)."""
 
-    def __init__(self, model: nn.Module, frozen: Digests) -> None:
+    def __init__(self, model: nn.Module | HeldTensors, frozen: Digests) -> None:
         self._model = model
         self.frozen = frozen
         self.written: dict[str, int] = {}
@@ -46,7 +46,8 @@ class _Ledger:
     @cached_property
     def _names(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         # Not before the first tensor: the sender's GPU is busy with the stream from then on.
-        return loadable_tensors(self._model)
+        held = self._model
+        return (held.targets, held.aliases) if isinstance(held, HeldTensors) else loadable_tensors(held)
 
     @property
     def targets(self) -> dict[str, Tensor]:
@@ -135,12 +136,34 @@ class _Ledger:
                 )
 
 
+class HeldTensors:
+    """The tensors of a model, walked once for many refreshes.
+
+    Attributes:
+        targets, aliases: see `loadable_tensors`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.targets, self.aliases = loadable_tensors(model)
+        self._places = [
+            (where, key, tensor, tensor.data_ptr(), name) for name, where, key, tensor, _ in _held(model, twice=False)
+        ]
+
+    def moved(self) -> list[str]:
+        """Names whose tensor is another one than at the walk, or lies elsewhere."""
+        return [
+            name
+            for where, key, tensor, address, name in self._places
+            if where.get(key) is not tensor or tensor.data_ptr() != address
+        ]
+
+
 def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by state-dict name, tied ones once; and ``{other name: first name}``."""
     targets: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor, persistent in _held(model, twice=True):
+    for name, _, _, tensor, persistent in _held(model, twice=True):
         if not persistent:
             continue
         if id(tensor) in first:
@@ -154,30 +177,30 @@ def loadable_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, the model's own computed ones (rotary frequencies, packed codes) included."""
     seen: set[int] = set()
-    for name, tensor, _ in _held(model, twice=False):
+    for name, _, _, tensor, _ in _held(model, twice=False):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
 
 
-def _held(model: nn.Module, twice: bool) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor and whether it is part of the state dict; ``twice``: modules that occur twice come twice.
+def _held(model: nn.Module, twice: bool) -> Iterator[tuple[str, Mapping[str, Tensor | None], str, Tensor, bool]]:
+    """Name, the dictionary that holds the tensor and its key, the tensor, and whether it is part of the state dict.
 
-    Reads the modules' own dictionaries: an engine of 36 layers is walked three times a refresh, and torch's iterators
-    take several times as long.
+    Reads the modules' own dictionaries: torch's iterators take several times as long. ``twice``: modules that occur
+    twice come twice.
     """
     for prefix, module in walk(model, twice):
         dot = f"{prefix}." if prefix else ""
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                yield dot + name, tensor, True
+                yield dot + name, module._parameters, name, tensor, True
         for name, tensor in module._buffers.items():
             if tensor is not None:
-                yield dot + name, tensor, name not in module._non_persistent_buffers_set
+                yield dot + name, module._buffers, name, tensor, name not in module._non_persistent_buffers_set
 
 
 @torch.no_grad()
-def write_weights_(model: nn.Module, weights: NamedTensors, frozen: Digests | None = None) -> Written:
+def write_weights_(model: nn.Module | HeldTensors, weights: NamedTensors, frozen: Digests | None = None) -> Written:
     """Copy ``weights`` over the tensors of ``model``, in place; those declared ``frozen`` are checked instead.
 
     `StableTensors` are copied together, in a few launches; other streams tensor by tensor, as they come.
@@ -195,11 +218,6 @@ def write_weights_(model: nn.Module, weights: NamedTensors, frozen: Digests | No
     except Exception as error:
         raise RefreshError(f"the stream of weights failed after {len(ledger.written)} tensors: {error}") from error
     return ledger.close()
-
-
-def addresses(model: nn.Module) -> dict[str, int]:
-    """Storage address of every parameter and buffer."""
-    return {name: tensor.data_ptr() for name, tensor in all_tensors(model)}
 
 
 def model_digest(model: nn.Module) -> str:

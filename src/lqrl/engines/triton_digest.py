@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lqrl.engines.digest import word_size
 from lqrl.quant.triton_use import on_device
 
 _WIDTH = 2**15  # words that share one table of place values, as in `lqrl.engines.digest`
@@ -68,24 +69,26 @@ def _jobs(words: Sequence[int]) -> Tensor:
     return torch.stack([tensor, place % columns[tensor], place // columns[tensor] * _ROWS], 1)
 
 
-def tensor_digests(words: Sequence[Tensor]) -> Tensor:
-    """Digests of flat integer tensors on one device: int64 ``[T]``, the values of `tensor_digest`.
-
-    Args:
-        words: of 8, 4, 2 or 1 bytes each, contiguous.
-    """
-    out = torch.zeros(len(words), dtype=torch.int64, device=words[0].device)
+def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Digests of tensors on one device: int64 ``[T]``, the values of `tensor_digest`."""
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    rows: dict[int, list[tuple[int, int, int]]] = {size: [] for size in _WORDS}
+    held = []  # copies that must live until the launches
+    for place, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        if not tensor.is_contiguous():
+            held.append(tensor := tensor.contiguous())
+        size = word_size(tensor)
+        if tensor.data_ptr() % size:  # the address of a view may be odd for its words; a copy's is not
+            held.append(tensor := tensor.clone())
+        rows[size].append((tensor.data_ptr(), tensor.nbytes // size, place))
     with torch.cuda.device_of(out):
-        for size, word in _WORDS.items():
-            chosen = [(i, w) for i, w in enumerate(words) if w.element_size() == size and w.numel()]
-            if not chosen:
-                continue
-            # The address of a view may be odd for its words; a copy's is not.
-            chosen = [(i, w if w.data_ptr() % size == 0 else w.clone()) for i, w in chosen]
-            table = torch.tensor([(w.data_ptr(), w.numel(), i) for i, w in chosen], dtype=torch.int64)
-            jobs = _jobs([w.numel() for _, w in chosen])
-            _digest[(len(jobs),)](
-                on_device(table, out.device), on_device(jobs, out.device), out,
-                WORD=word, WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4,
-            )  # fmt: skip
+        for size, table in rows.items():
+            if table:
+                jobs = _jobs([words for _, words, _ in table])
+                _digest[(len(jobs),)](
+                    on_device(torch.tensor(table), out.device), on_device(jobs, out.device), out,
+                    WORD=_WORDS[size], WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4,
+                )  # fmt: skip
     return out

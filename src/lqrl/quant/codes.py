@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -60,15 +60,16 @@ class CodeModule(LowBitLinear):
         buffers: dict[str, Any] = self._buffers  # `get_buffer` takes ten times as long
         return {name: buffers[name] for name in self.shipped_names}
 
-    @torch.no_grad()
     def pack(self) -> None:
         """Bring what the kernel reads up to date with the shipped tensors, in place."""
         shipped = self.shipped().values()
         # Where the kernel reads the shipped tensors themselves, writing them in place was all.
         same = self._operands is not None and not self._derived_names
-        if same and self._addresses == [t.data_ptr() for t in shipped]:
-            self._packed_versions = [t._version for t in shipped]
-            return
+        if not same or self._addresses != [t.data_ptr() for t in shipped]:
+            self._pack(shipped)
+
+    @torch.no_grad()
+    def _pack(self, shipped: Collection[Tensor]) -> None:
         if not any(t.is_meta for t in shipped):
             matrices, before = self._matrices(), self._operands
             if before is None:

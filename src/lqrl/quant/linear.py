@@ -118,6 +118,14 @@ def straight_through(
     return _StraightThrough.apply(x, weight, bias, quantized, export_dtype, backward)
 
 
+@dataclass
+class _Held:
+    """What a layer made of its weight; apart from the module, which takes its time to set an attribute."""
+
+    codes: Quantized | None = None
+    amax: tuple[tuple[int, ...], Tensor] | None = None  # of all siblings, and the key it was made at
+
+
 class AlignedLinear(nn.Linear):
     """A learner's linear layer whose forward uses the engine's numbers (QaRL, arXiv 2604.07853).
 
@@ -154,8 +162,7 @@ class AlignedLinear(nn.Linear):
         self.export_dtype = export_dtype
         self.backward_mode: BackwardMode = backward
         self._siblings: tuple[AlignedLinear, ...] = ()
-        self._amax: tuple[tuple[int, ...], Tensor] | None = None
-        self._cache: Quantized | None = None
+        self._held = _Held()
         self.train(linear.training)
 
     def share_scale(self, siblings: Sequence[AlignedLinear]) -> None:
@@ -169,20 +176,21 @@ class AlignedLinear(nn.Linear):
         return weight_key([source for layer in self._siblings or (self,) for source in layer.sources()])
 
     def _quantized(self) -> Quantized:
-        key = self._key()
-        if self._cache is None or self._cache.key != key:
+        key, held = self._key(), self._held
+        if held.codes is None or held.codes.key != key:
             with torch.no_grad():
                 tensors = self.method.quantize(self.exported_weight(), self._shared_amax(key))
                 # Fresh tensors each time: a consumer of the last export may still hold the old ones.
-                self._cache = Quantized(key, self.method, tensors, self.export_dtype)
-        return self._cache
+                held.codes = Quantized(key, self.method, tensors, self.export_dtype)
+        return held.codes
 
     def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
-        if self._siblings and (self._amax is None or self._amax[0] != key):
+        held = self._held
+        if self._siblings and (held.amax is None or held.amax[0] != key):
             amax = shared_amax([sibling.exported_weight() for sibling in self._siblings])
             for sibling in self._siblings:
-                sibling._amax = (key, amax)
-        return None if self._amax is None else self._amax[1]
+                sibling._held.amax = (key, amax)
+        return None if held.amax is None else held.amax[1]
 
     def sources(self) -> tuple[Tensor, ...]:
         """The parameters that decide the codes."""
@@ -206,7 +214,7 @@ class AlignedLinear(nn.Linear):
         global _invalidations
         _invalidations += 1
         for layer in self._siblings or (self,):
-            layer._cache = layer._amax = None
+            layer._held.codes = layer._held.amax = None
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (autocast's where it is on)."""
@@ -241,13 +249,13 @@ def quantize_layers(layers: Sequence[AlignedLinear]) -> None:
         if layer._siblings or len(layer.sources()) != 1:
             continue
         key = layer._key()
-        if layer._cache is None or layer._cache.key != key:
+        if layer._held.codes is None or layer._held.codes.key != key:
             layer.invalidate()  # the old codes' memory serves the new ones
             stale.setdefault((layer.method, layer.export_dtype), []).append((layer, key))
     for (method, dtype), group in stale.items():
         made = method.quantize_many([layer.weight.detach() for layer, _ in group], dtype)
         for (layer, key), tensors in zip(group, made or (), strict=made is not None):
-            layer._cache = Quantized(key, method, tensors, dtype)
+            layer._held.codes = Quantized(key, method, tensors, dtype)
 
 
 class QuantizedLinear(CodeModule):

@@ -229,8 +229,10 @@ def _buffers(
     if not module._buffers:
         return
     with_kv_scales = calibrates_kv(scheme)
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set and (name not in SCALE_NAMES or with_kv_scales):
+    for name, buffer in module._buffers.items():
+        if buffer is None or name in module._non_persistent_buffers_set:
+            continue
+        if name not in SCALE_NAMES or with_kv_scales:
             # Scales stay in fp32, like those of codes.
             dtype = buffer.dtype if name in SCALE_NAMES else export_dtype
             yield f"{dot}{name}", _exported(f"{dot}{name}", buffer, dtype, checks)
