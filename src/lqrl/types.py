@@ -253,6 +253,7 @@ class TrainBatch(_Rows):
 
     Attributes:
         input_ids, attention_mask, rollout_logprobs, rollout_log_mass, group_ids: as in ``RolloutBatch``.
+        prompt_ids, policy_versions: as in ``RolloutBatch``, or ``None`` in a batch made by hand.
         loss_mask: ``[B, T]`` bool; tokens that are trained. Every denominator counts these unless it says otherwise.
         advantages: ``[B, T]`` float32.
         old_logprobs: ``[B, T]`` float32 or ``None`` before the proximal pass.
@@ -272,6 +273,8 @@ class TrainBatch(_Rows):
     ref_logprobs: Tensor | None = None
     correction_weights: Tensor | None = None
     clip_scale: Tensor | None = None
+    prompt_ids: Tensor | None = None
+    policy_versions: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

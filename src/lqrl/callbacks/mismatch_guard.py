@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
+from torch import Tensor
+
+from lqrl.engines.torch import TorchEngine
+from lqrl.learner.divergence import divergence_of, rows_apart
+from lqrl.learner.module import PolicyModule
+from lqrl.learner.update import fresh_rows
+from lqrl.types import TrainBatch
+
+_LOCATED = 4  # rows that are run again, module by module
 
 
 class MismatchError(RuntimeError):
@@ -15,6 +25,9 @@ class MismatchError(RuntimeError):
 class MismatchGuard(L.Callback):
     """Act when the mismatch between rollout engine and learner stays too large.
 
+    In exact mode fresh tokens must have no mismatch at all, see `check_exact`: there one token is enough, whatever the
+    limits, patience and action.
+
     Args:
         max_k3: largest accepted ``mismatch/k3`` (nats a token, before truncation). Dense models sit at 1e-5 to 1e-3 in
             bf16; activation quantization brings 1e-2 to 5e-2.
@@ -23,7 +36,8 @@ class MismatchGuard(L.Callback):
         action: ``warn``, ``stop`` (finish the iteration, validate, save) or ``raise``.
 
     Raises:
-        MismatchError: with ``action="raise"``; and a ValueError when the watched metrics are not logged at all.
+        MismatchError: with ``action="raise"``, and in exact mode; and a ValueError when the watched metrics are not
+            logged at all.
     """
 
     def __init__(
@@ -49,6 +63,17 @@ class MismatchGuard(L.Callback):
         """Restore the count."""
         self.violations = int(state_dict["violations"])
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """In exact mode, see the log-probs of every iteration before its first step."""
+        assert isinstance(pl_module, PolicyModule)
+        if pl_module.exact:
+            pl_module.watch = partial(check_exact, pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The next Trainer may have no guard."""
+        assert isinstance(pl_module, PolicyModule)
+        pl_module.watch = None
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -73,3 +98,38 @@ class MismatchGuard(L.Callback):
         warnings.warn(message, stacklevel=1)
         if self.action == "stop":
             trainer.should_stop = True
+
+
+def check_exact(module: PolicyModule, batch: TrainBatch, logprobs: Tensor) -> None:
+    """Compare the learner's log-probs with the engine's, token by token.
+
+    Args:
+        module: the learner, before a step.
+        batch: rows that it learns from; those of an older policy are not compared.
+        logprobs: ``[B, T]`` of these rows, the learner's.
+
+    Raises:
+        MismatchError: when any differ. It names the first module where both part, see
+            `lqrl.learner.divergence.divergence_of`.
+    """
+    compared = batch.loss_mask & fresh_rows(batch, module.policy_version)[:, None]
+    apart = compared & (logprobs != batch.behavior_logprobs)
+    count = int(apart.sum())
+    if not count:
+        return
+    largest = float((logprobs - batch.behavior_logprobs)[apart].abs().max())
+    raise MismatchError(
+        f"exact: true, and the log-probs of {count} of {int(compared.sum())} fresh tokens in iteration "
+        f"{module.iteration} differ by at most {largest:.3g}: {_located(module, batch, apart)}; set exact to false to "
+        "train with the difference"
+    )
+
+
+def _located(module: PolicyModule, batch: TrainBatch, apart: Tensor) -> str:
+    """Where engine and learner part on the tokens that differ."""
+    if not isinstance(module.engine, TorchEngine):
+        return f"{type(module.engine).__name__} does not show its layers' outputs"
+    found = divergence_of(module.scorer, module.engine, rows_apart(batch, apart, _LOCATED))
+    if found is None:
+        return "scored on their own they are equal, so the learner's forward pass depends on more than its tokens"
+    return f"on the first of them {found}"

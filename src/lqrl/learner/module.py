@@ -12,15 +12,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lqrl.algorithms import (
-    GRPO,
-    AdvantageFn,
-    ClippedLoss,
-    Correction,
-    KLPenalty,
-    PolicyLoss,
-    TokenTIS,
-)
+from lqrl.algorithms import GRPO, AdvantageFn, ClippedLoss, Correction, KLPenalty, PolicyLoss, TokenTIS
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, RolloutEngine
@@ -36,6 +28,8 @@ from lqrl.learner.update import (
     Forward,
     NoSync,
     Objective,
+    Watch,
+    fresh_rows,
     score,
     sum_ratios,
     update_policy,
@@ -78,7 +72,7 @@ class PolicyModule(L.LightningModule):
         optimizer, lr_scheduler: as callables of the parameters and of the optimizer; the schedule counts iterations.
         max_grad_norm: clip gradients to this global norm; ``None`` does not.
         num_minibatches, num_epochs: an iteration has ``num_minibatches * num_epochs`` optimizer steps; a single one is
-            on-policy and saves the proximal pass.
+            on-policy and saves the proximal pass, as fresh rollouts in exact mode do.
         token_budget: most real tokens of one forward and backward pass.
         lora: train adapters on a frozen base (QeRL) instead of all parameters; checkpoints hold the adapters alone.
         transforms: invariant transforms, folded once after loading, such as UAQ (QuRL) or a Hadamard rotation.
@@ -87,7 +81,7 @@ class PolicyModule(L.LightningModule):
         val_samples: completions of each validation prompt.
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
         seed: of rollouts and shuffles.
-        exact: engine and learner give every sampled token the same log-prob, as bits, in any batch; on the CPU.
+        exact: engine and learner give every sampled token the same log-prob, as bits, in any batch (docs/exact.md).
     """
 
     policy: PreTrainedModel
@@ -145,6 +139,7 @@ class PolicyModule(L.LightningModule):
         self.last_rollouts: Rollouts | None = None
         self.draw_more: DrawMore | None = None
         self.beliefs: Beliefs | None = None
+        self.watch: Watch | None = None
         self.calibration_prompts: Sequence[Prompt] = ()
         self.shipped: dict[str, tuple[int, ...]] = {}
         self.sent_once: SentOnce | None = None
@@ -272,7 +267,7 @@ class PolicyModule(L.LightningModule):
         """Advantages, then the kept rows, scored by the proximal and reference policies where the loss asks for it."""
         advantages = self.advantage(rollouts.batch)
         batch = to_train_batch(rollouts.batch, advantages).to(self.device)
-        if not self.on_policy:
+        if not (self.on_policy or (self.exact and bool(fresh_rows(batch, self.policy_version).all()))):
             batch = replace(batch, old_logprobs=score(self, batch, token_budget=self.token_budget))
         if self.kl is not None:
             batch = replace(batch, ref_logprobs=score(self._reference[0], batch, token_budget=self.token_budget))
@@ -316,6 +311,7 @@ class PolicyModule(L.LightningModule):
             num_epochs=self.num_epochs,
             max_grad_norm=self.max_grad_norm,
             seed=derive_seed(self.seed, "minibatch", self.iteration),
+            watch=self.watch,
         )
 
     def finish_iteration(self, rollouts: Rollouts) -> None:

@@ -26,7 +26,7 @@ class RolloutNoise(WeightStage):
     The learner is never written: what it keeps is the clean copy, each refresh starts from it, and a refresh without
     the stage brings back the clean engine bit for bit. Noise cannot pile up. The full-precision engine of validation
     gets clean weights; ``val/*``, from the rollout engine, has the noise. The learner scores rollouts with clean
-    weights, so the noise is mismatch: keep a correction.
+    weights, so the noise is mismatch: keep a correction. Exact mode refuses it.
 
     The noise is a function of ``(seed, policy_version, tensor name)``, drawn on the CPU: equal on all ranks and in a
     resumed run.

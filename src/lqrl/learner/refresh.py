@@ -31,7 +31,13 @@ def refresh_engines(
 
     Raises:
         RefreshError: from the engine; it then refuses to generate.
+        ValueError: for stages in exact mode, where the engine must hold the learner's weights.
     """
+    if module.exact and stages:
+        raise ValueError(
+            f"exact: true needs an engine with the learner's weights, and {type(stages[0]).__name__} changes them: "
+            "remove the stages of EngineRefresh, or set exact to false"
+        )
     calibrate_first(module)
     version, stamp, report = module.policy_version, weights_stamp(module), None
     if module.engine.policy_version != version or module.shipped.get("rollout") != stamp:

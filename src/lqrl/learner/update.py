@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
 from lqrl.learner.seeds import derive_seed
 from lqrl.rollouts.batching import microbatches, minibatches
-from lqrl.types import ClipRange, Ratio, TrainBatch
+from lqrl.types import ClipRange, LossOutput, Ratio, TrainBatch
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 Backward = Callable[[Tensor], None]
+Watch = Callable[[TrainBatch, Tensor], None]
 NoSync = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -88,6 +89,25 @@ def score(forward: Forward, batch: TrainBatch, *, token_budget: int) -> Tensor:
     return scored * batch.loss_mask
 
 
+def fresh_rows(batch: TrainBatch, policy_version: int) -> Tensor:
+    """``[B]`` bool: rows that the policy of ``policy_version`` sampled.
+
+    Raises:
+        ValueError: when the batch does not say who sampled it.
+    """
+    if batch.policy_versions is None:
+        raise ValueError(
+            "exact mode asks which policy sampled each row, and TrainBatch.policy_versions is None: make the batch "
+            "with rollouts.to_train_batch"
+        )
+    return batch.policy_versions == policy_version
+
+
+def as_sampled(batch: TrainBatch) -> TrainBatch:
+    """The engine's log-probs as those of the old policy; in exact mode a proximal pass gives the same bits."""
+    return replace(batch, old_logprobs=batch.behavior_logprobs * batch.loss_mask)
+
+
 def correct(batch: TrainBatch, objective: Objective) -> tuple[TrainBatch, dict[str, Ratio]]:
     """Fill in correction weights and ACR's clip scale from ``old_logprobs`` and the engine's log-probs."""
     assert batch.old_logprobs is not None
@@ -96,6 +116,18 @@ def correct(batch: TrainBatch, objective: Objective) -> tuple[TrainBatch, dict[s
         batch, loss_mask=batch.loss_mask & out.keep, correction_weights=out.weights, clip_scale=out.clip_scale
     )
     return corrected, out.metrics
+
+
+def penalized(
+    logprobs: Tensor, batch: TrainBatch, objective: Objective, *, denom: Tensor, clip_range: ClipRange
+) -> LossOutput:
+    """The policy loss of a micro-batch, and the KL penalty where there is one; see `PolicyLoss`."""
+    out = objective.loss(logprobs, batch, denom=denom, clip_range=clip_range)
+    if objective.kl is None or batch.ref_logprobs is None:
+        return out
+    reduction = objective.loss.reduction
+    penalty = objective.kl(logprobs, batch.ref_logprobs, batch.loss_mask, denom=denom, reduction=reduction)
+    return LossOutput(out.loss + penalty.loss, out.metrics | penalty.metrics)
 
 
 def trim(batch: TrainBatch) -> TrainBatch:
@@ -117,6 +149,7 @@ def accumulate_gradients(
     backward: Backward,
     no_sync: NoSync = contextlib.nullcontext,
     anchor: Callable[[], Tensor],
+    watch: Watch | None = None,
 ) -> list[dict[str, Ratio]] | None:
     """Backward passes of one optimizer step; the gradient is that of the whole minibatch over all ranks.
 
@@ -130,6 +163,7 @@ def accumulate_gradients(
         backward: runs the backward pass of a scalar.
         no_sync: context that keeps gradients local; every micro-batch but the last runs in it.
         anchor: a zero that went through ``forward``, so that a rank with no rows still joins the reduction.
+        watch: is given each micro-batch and its log-probs, before their backward pass.
 
     Returns:
         The metrics of each micro-batch, none on a rank without rows; or ``None``, on every rank, when no rank has
@@ -155,17 +189,14 @@ def accumulate_gradients(
         part = trim(batch.rows(rows))
         with no_sync() if i + 1 < len(parts) else contextlib.nullcontext():
             logprobs = forward(part.input_ids, part.attention_mask)
+            if watch is not None:
+                watch(part, logprobs.detach())
             if not corrected_ahead:
                 part, correction_metrics = correct(replace(part, old_logprobs=logprobs.detach()), objective)
                 metrics.append(correction_metrics)
-            out = objective.loss(logprobs, part, denom=denom, clip_range=clip_range)
-            loss = out.loss
+            out = penalized(logprobs, part, objective, denom=denom, clip_range=clip_range)
             metrics.append(out.metrics)
-            if objective.kl is not None and part.ref_logprobs is not None:
-                penalty = objective.kl(logprobs, part.ref_logprobs, part.loss_mask, denom=denom, reduction=reduction)
-                loss = loss + penalty.loss
-                metrics.append(penalty.metrics)
-            backward(loss * scale)
+            backward(out.loss * scale)
     return metrics
 
 
@@ -184,10 +215,18 @@ def update_policy(
     num_epochs: int,
     max_grad_norm: float | None,
     seed: int,
+    watch: Watch | None = None,
 ) -> dict[str, float]:
     """All optimizer steps of one iteration: ``num_epochs`` passes over ``num_minibatches`` shuffled minibatches.
 
+    Without ``old_logprobs`` the old policy is the detached current one until the first step, and what the engine said
+    from then on: several steps need rollouts whose log-probs are the learner's, see `as_sampled`. The mismatch is then
+    measured before the first step.
+
     A step without a signal on any rank, or whose gradients are not finite, is skipped, counted and reported.
+
+    Args:
+        watch: see `accumulate_gradients`; called before the first step only.
 
     Returns:
         Metrics averaged over tokens, micro-batches, steps and ranks.
@@ -200,32 +239,44 @@ def update_policy(
     for epoch in range(num_epochs):
         for rows in minibatches(len(batch), num_minibatches, seed=derive_seed(seed, epoch)):
             optimizer.zero_grad(set_to_none=True)
+            part, moved = batch.rows(rows), bool(norms)
+            known = moved and part.old_logprobs is None
             metrics = accumulate_gradients(
                 forward,
-                batch.rows(rows),
+                as_sampled(part) if known else part,
                 objective,
                 clip_range=clip_range,
                 token_budget=token_budget,
                 backward=backward,
                 no_sync=no_sync,
                 anchor=lambda: forward(*dummy).sum() * 0.0,
+                watch=None if moved else watch,
             )
-            collected += metrics or []
+            collected += map(_without_mismatch, metrics or []) if known else metrics or []
             norm = clip_gradients_(parameters, max_grad_norm) if metrics is not None else None
             # A norm of 0 is no signal either: the optimizer would still move by its momentum.
             if norm is not None and bool(torch.isfinite(norm)) and float(norm) > 0:
                 norms.append(norm)
                 optimizer.step()
-    steps = num_epochs * num_minibatches
+    lr = float(optimizer.param_groups[0]["lr"])
+    return sum_ratios(collected, device) | _summary(batch, norms, num_epochs * num_minibatches) | {"train/lr": lr}
+
+
+def _summary(batch: TrainBatch, norms: Sequence[Tensor], steps: int) -> dict[str, float]:
+    """What ``steps`` optimizer steps did; ``norms`` are the gradient norms of those that were taken."""
     if len(norms) < steps:
         log.warning("%d of %d optimizer steps skipped: no signal, or gradients not finite", steps - len(norms), steps)
     return {
-        **sum_ratios(collected, device),
-        "train/grad_norm": float(torch.stack(norms).mean()) if norms else 0.0,
+        "train/grad_norm": float(torch.stack(list(norms)).mean()) if norms else 0.0,
         "train/skipped_steps": float(steps - len(norms)),
-        "train/rows": float(all_sum(torch.tensor(float(len(batch)), device=device))),
-        "train/lr": float(optimizer.param_groups[0]["lr"]),
+        "train/proximal_skipped": float(batch.old_logprobs is None),
+        "train/rows": float(all_sum(torch.tensor(float(len(batch)), device=batch.input_ids.device))),
     }
+
+
+def _without_mismatch(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+    """A distance from the engine to itself is no measurement."""
+    return {name: ratio for name, ratio in metrics.items() if not name.startswith("mismatch/")}
 
 
 def clip_gradients_(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -80,6 +80,8 @@ def to_train_batch(rollout: RolloutBatch, advantages: Advantages) -> TrainBatch:
         rollout_logprobs=cut(rollout.rollout_logprobs),
         rollout_log_mass=cut(rollout.rollout_log_mass),
         group_ids=rollout.group_ids[keep],
+        prompt_ids=rollout.prompt_ids[keep],
+        policy_versions=rollout.policy_versions[keep],
     )
 
 

@@ -15,9 +15,10 @@ from lqrl.engines.torch import TorchEngine
 from lqrl.learner.scorer import Scorer
 from lqrl.modeling.attention import AttentionContext
 from lqrl.quant.kv import kv_method, kv_scales
-from lqrl.types import Prompt, SamplingParams
+from lqrl.types import Prompt, SamplingParams, TrainBatch
 
 _ATTENTION = " input"  # what the output projection reads is what attention gives
+_HEAD = "output head"
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,51 @@ class Divergence:
 
     def __str__(self) -> str:
         layers = " ".join(f"{i}:{d:.1e}" for i, d in enumerate(self.by_layer))
+        again = " (decoded again, every module gives the learner's output)" if self.module == _HEAD else ""
         return (
-            f"engine and learner part at {self.module}, prompt {self.prompt_id}, position {self.position}, by at most "
-            f"{self.max_abs:.2e}; after each layer, relative: {layers}; {self.logprobs_differ} of {self.tokens} "
-            f"log-probs differ, by at most {self.logprobs_max_abs:.2e}"
+            f"engine and learner part at {self.module}{again}, prompt {self.prompt_id}, position {self.position}, by "
+            f"at most {self.max_abs:.2e}; after each layer, relative: {layers}; {self.logprobs_differ} of "
+            f"{self.tokens} log-probs differ, by at most {self.logprobs_max_abs:.2e}"
         )
 
 
-@dataclass
-class _Row:
-    """A prompt with one of its completions."""
+@dataclass(frozen=True)
+class SampledRow:
+    """A prompt with one of its completions.
 
-    prompt: Prompt
+    Attributes:
+        prompt_id: see `Prompt`.
+        prompt_length: tokens of the prompt.
+        tokens: of prompt and completion.
+        logprobs: ``[L]`` fp32 on the host, the engine's for the completion, before top-k and top-p.
+    """
+
+    prompt_id: int
+    prompt_length: int
     tokens: list[int]
     logprobs: Tensor
 
 
-@torch.no_grad()
+def rows_apart(batch: TrainBatch, apart: Tensor, most: int) -> list[SampledRow]:
+    """The rows with the earliest tokens of ``apart``, each cut behind its first: what follows changes nothing there.
+
+    Args:
+        batch: with ``prompt_ids``. What lies before a row's first trained token is taken for its prompt.
+        apart: ``[B, T]`` bool, tokens whose log-probs differ.
+        most: rows to return.
+    """
+    apart, behavior = apart.cpu(), batch.behavior_logprobs.cpu()
+    starts, stops = batch.loss_mask.int().argmax(1).tolist(), (apart.int().argmax(1) + 1).tolist()
+    found = sorted(apart.any(1).nonzero().flatten().tolist(), key=lambda i: stops[i])[:most]
+    assert batch.prompt_ids is not None
+    ids, prompts = batch.input_ids.tolist(), batch.prompt_ids.tolist()
+    return [SampledRow(prompts[i], starts[i], ids[i][: stops[i]], behavior[i, starts[i] : stops[i]]) for i in found]
+
+
 def first_divergence(
     scorer: Scorer, engine: TorchEngine, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int = 0
 ) -> Divergence | None:
-    """Generate with ``engine``, run its decoder and the learner on the tokens again, and compare module by module.
-
-    The engine's decoder is fed the sampled tokens one by one, through a cache of its own, so that every module's output
-    can be kept; the learner runs one forward pass. Keep the prompts few: all outputs are held in memory.
+    """Generate with ``engine``, then `divergence_of` what it sampled.
 
     Args:
         scorer: the learner, with the temperature and cache rounding of its rollouts.
@@ -89,11 +111,29 @@ def first_divergence(
     """
     groups = engine.generate(prompts, params, seed=seed)
     rows = [
-        _Row(prompt, [*prompt.input_ids, *completion.token_ids.tolist()], completion.logprobs + completion.log_mass)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for completion in group
+        SampledRow(p.id, len(p.input_ids), [*p.input_ids, *c.token_ids.tolist()], c.logprobs + c.log_mass)
+        for p, group in zip(prompts, groups, strict=True)
+        for c in group
     ]
-    rows.sort(key=lambda row: len(row.prompt.input_ids) - len(row.tokens))  # longest completions first
+    return divergence_of(scorer, engine, rows)
+
+
+@torch.no_grad()
+def divergence_of(scorer: Scorer, engine: TorchEngine, rows: Sequence[SampledRow]) -> Divergence | None:
+    """Run the engine's decoder and the learner on sampled tokens again, and compare module by module.
+
+    The decoder is fed the tokens one by one, through a cache of its own, so that every module's output can be kept; the
+    learner runs one forward pass. Keep the rows few: all outputs are held in memory.
+
+    Args:
+        scorer: the learner, with the temperature and cache rounding of its rollouts.
+        engine: with the weights that it sampled with.
+        rows: what it sampled.
+
+    Returns:
+        ``None`` when every output and every log-prob is equal as bits.
+    """
+    rows = sorted(rows, key=lambda row: row.prompt_length - len(row.tokens))  # longest completions first
     length = max(len(row.tokens) for row in rows)
     ids, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -114,12 +154,10 @@ def first_divergence(
 
 
 def _compare(
-    rows: list[_Row], pairs: dict[str, tuple[Tensor, Tensor]], scores: Tensor, row_of: Tensor, position_of: Tensor
+    rows: list[SampledRow], pairs: dict[str, tuple[Tensor, Tensor]], scores: Tensor, row_of: Tensor, position_of: Tensor
 ) -> Divergence | None:
     """Both sides' outputs of each module, ``[N, width]``, in the order of the forward pass."""
-    differences = [
-        (row.logprobs - scores[i, len(row.prompt.input_ids) : len(row.tokens)]).abs() for i, row in enumerate(rows)
-    ]
+    differences = [(row.logprobs - scores[i, row.prompt_length : len(row.tokens)]).abs() for i, row in enumerate(rows)]
     logprobs = torch.cat(differences)
     layers = [pair for name, pair in pairs.items() if _parse(name)[1] == ""]
     found = next(((name, pair) for name, pair in pairs.items() if not torch.equal(*pair)), None)
@@ -127,14 +165,14 @@ def _compare(
         return None
     if found is None:
         i = next(i for i, d in enumerate(differences) if bool(d.count_nonzero()))
-        start = len(rows[i].prompt.input_ids)
-        module, prompt, position = "output head", rows[i].prompt.id, start + int(differences[i].nonzero()[0])
+        module, prompt = _HEAD, rows[i].prompt_id
+        position = rows[i].prompt_length + int(differences[i].nonzero()[0])
         largest = float(logprobs.max())
     else:
         module, (a, b) = found
         apart = (a != b).any(1).nonzero().squeeze(1)
         first = int(apart[position_of[apart].argmin()])
-        prompt, position = rows[int(row_of[first])].prompt.id, int(position_of[first])
+        prompt, position = rows[int(row_of[first])].prompt_id, int(position_of[first])
         largest = float((a.float() - b.float()).abs().max())
     return Divergence(
         module=module,
@@ -179,7 +217,7 @@ def _recording(model: nn.Module, into: dict[str, Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def _decode(engine: TorchEngine, rows: list[_Row], ids: Tensor, into: dict[str, Tensor]) -> None:
+def _decode(engine: TorchEngine, rows: list[SampledRow], ids: Tensor, into: dict[str, Tensor]) -> None:
     """Prefill every prompt and feed the sampled tokens; ``into`` gets the outputs by row and position."""
     decoder, spec, length = engine.decoder, engine.spec, ids.shape[1]
     shapes = [shape for _, shape in sorted(decoder.shapes.items())]
@@ -188,7 +226,7 @@ def _decode(engine: TorchEngine, rows: list[_Row], ids: Tensor, into: dict[str, 
     cache.reserve(len(rows), length)
     lean, decoder.lean = decoder.lean, None  # the short cut gives the same bits, and no module's output
     try:
-        prompts = [len(row.prompt.input_ids) for row in rows]
+        prompts = [row.prompt_length for row in rows]
         made = [len(row.tokens) - n for row, n in zip(rows, prompts, strict=True)]
         prefill = PrefillContext(cache, prompts, list(range(len(rows))))
         slots = torch.arange(len(rows)).repeat_interleave(torch.tensor(prompts))
@@ -208,6 +246,6 @@ def _step(
     """Run the engine's decoder on the tokens at places ``at`` of rows ``slots``."""
     outputs: dict[str, Tensor] = {}
     with _recording(engine.decoder.model, outputs), torch.autocast(at.device.type, enabled=False):
-        engine.decoder(ids[slots, at], at.clone(), context)
+        engine.decoder(ids[slots.to(at.device), at], at.clone(), context)
     for name, x in outputs.items():
         into[name][slots * ids.shape[1] + at.cpu()] = x.cpu()
