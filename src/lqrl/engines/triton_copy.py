@@ -50,8 +50,8 @@ def _copy(
         changed += (new != tl.load(target_ptr + offsets, mask=mask, other=0)).to(tl.int32)
         broken |= (((new & MASK) == VALUE) & mask).to(tl.int32)
         tl.store(target_ptr + offsets, new, mask=mask)
-    tl.atomic_add(flags_ptr, tl.sum(changed, 0).to(tl.int64))
-    tl.atomic_max(flags_ptr + 1, tl.max(broken, 0).to(tl.int64))
+    tl.atomic_add(flags_ptr, tl.sum(changed, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_max(flags_ptr + 1, tl.max(broken, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -67,14 +67,20 @@ def _copies(
     one: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each element
     low: tl.constexpr = one * ((1 << (BITS - 1)) - 1)  # all but the top bit
     program = tl.program_id(0)
-    tensor = tl.sum((tl.load(table_ptr + tl.arange(0, TENSORS)) <= program).to(tl.int32), 0) - 1
-    first = (program - tl.load(table_ptr + tensor)) * BLOCK
-    row = table_ptr + TENSORS + tensor * 7
+    starts = tl.load(table_ptr + tl.arange(0, TENSORS))
+    begun = starts <= program
+    row = table_ptr + TENSORS + (tl.sum(begun.to(tl.int32), 0) - 1) * 7
+    first = (program - tl.max(tl.where(begun, starts, 0), 0)) * BLOCK
+    source_ptr, target_ptr = tl.load(row), tl.load(row + 1)
+    left = tl.multiple_of(tl.load(row + 2) - first, 4)
+    flags_ptr += tl.load(row + 3) * 2
+    magnitude, carry = tl.load(row + 4).to(tl.uint32), tl.load(row + 5).to(tl.uint32)
+    free = tl.load(row + 6).to(tl.uint32)
     offsets = tl.arange(0, BLOCK)
-    mask = offsets < tl.multiple_of(tl.load(row + 2) - first, 4)
+    mask = offsets < left
     # Aligned to 16 bytes, which the compiler cannot see in an address from a table.
-    sources = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
-    targets = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
+    sources = tl.multiple_of(source_ptr.to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
+    targets = tl.multiple_of(target_ptr.to(tl.pointer_type(tl.uint32)) + first + offsets, 16)
     new = tl.load(sources, mask=mask, other=0)
     other = new ^ tl.load(targets, mask=mask, other=0)
     tl.store(targets, new, mask=mask)
@@ -82,12 +88,10 @@ def _copies(
     changed = tl.zeros((BLOCK,), dtype=tl.uint32)
     for shift in tl.static_range(0, 32, BITS):
         changed += (differs >> shift) & 1
-    magnitude, carry = tl.load(row + 4).to(tl.uint32), tl.load(row + 5).to(tl.uint32)
-    free = tl.load(row + 6).to(tl.uint32)
     broken = ((new & magnitude) + carry) & (new | free) & (one << (BITS - 1))
-    flags_ptr += tl.load(row + 3) * 2
-    tl.atomic_add(flags_ptr, tl.sum(changed, 0).to(tl.int64))
-    tl.atomic_max(flags_ptr + 1, tl.max((broken != 0).to(tl.int32), 0).to(tl.int64))
+    # Relaxed: an ordered one would wait until all stores of the program have reached memory.
+    tl.atomic_add(flags_ptr, tl.sum(changed, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_max(flags_ptr + 1, tl.max((broken != 0).to(tl.int32), 0).to(tl.int64), sem="relaxed")
 
 
 def _carries(mask: int, value: int, size: int) -> tuple[int, int, int]:

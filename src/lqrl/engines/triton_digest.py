@@ -52,7 +52,7 @@ def _digest(
         mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
         mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
         total += mixed * (2 * (block + step) + 1)
-    tl.atomic_add(out_ptr + tl.load(row + 2), tl.sum(total, 0))
+    tl.atomic_add(out_ptr + tl.load(row + 2), tl.sum(total, 0), sem="relaxed")
 
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
