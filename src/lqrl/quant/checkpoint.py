@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from lqrl.quant.scheme import QuantScheme, target_modules
 from lqrl.quant.stacks import named_by_expert, stack_of, unstacked
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -69,27 +69,55 @@ def save_quantized(
     Raises:
         ValueError: see `check_exportable`, and `export_weights` for weights that are not finite.
     """
-    check_exportable(model, scheme)
+    config = checkpoint_config(model, scheme, export_dtype)
     target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    for old in [target / "config.json", *target.glob("model*.safetensors"), target / _INDEX]:
+        old.unlink(missing_ok=True)
+    _write(_stored(model, scheme, export_dtype), target, max_shard_bytes)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(target)
+    config.save_pretrained(target)
+
+
+def checkpoint_config(model: PreTrainedModel, scheme: QuantScheme, export_dtype: torch.dtype) -> PretrainedConfig:
+    """The config of what `save_quantized` writes, with its ``quantization_config``; ``model`` may be without weights.
+
+    Raises:
+        ValueError: see `check_exportable`.
+    """
+    check_exportable(model, scheme)
     targets = target_modules(model, scheme)
     head = [name for name in targets if model.get_submodule(name) is model.get_output_embeddings()]
-    # vLLM's head is no "Linear": it needs its name
-    settings = quantization_config(scheme, _kept(model, frozenset(targets)), [*head, "Linear"])
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], export_dtype
-    config.quantization_config = settings
+    # vLLM's head is no "Linear": it needs its name
+    config.quantization_config = quantization_config(scheme, _kept(model, frozenset(targets)), [*head, "Linear"])
     unwritten = unwritten_activations(scheme)
     if unwritten is not None:
         setattr(config, ACTIVATIONS, unwritten)
     if head:
         config.tie_word_embeddings = False
-    target.mkdir(parents=True, exist_ok=True)
-    for old in [target / "config.json", *target.glob("model*.safetensors"), target / _INDEX]:
-        old.unlink(missing_ok=True)
-    _write(_stored(model, scheme, frozenset(targets), export_dtype), target, max_shard_bytes)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(target)
-    config.save_pretrained(target)
+    return config
+
+
+def checkpoint_tensors(
+    weights: Iterable[tuple[str, Tensor]], scheme: QuantScheme, targets: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `export_weights` gives, under the names and in the layouts of a checkpoint; some are views.
+
+    Args:
+        weights: as they are shipped.
+        scheme: their format.
+        targets: names of the quantized layers.
+    """
+    for name, tensor in unstacked(weights):
+        prefix, _, last = name.rpartition(".")
+        if (stack_of(prefix) or prefix) in targets and last != "bias":
+            for stored, value in stored_tensors(last, tensor, scheme):
+                yield f"{prefix}.{stored}", value
+        else:
+            yield name, tensor
 
 
 def check_exportable(model: PreTrainedModel, scheme: QuantScheme) -> None:
@@ -130,19 +158,11 @@ def _kept(model: nn.Module, targets: Collection[str]) -> list[str]:
     return kept
 
 
-def _stored(
-    model: nn.Module, scheme: QuantScheme, targets: Collection[str], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in unstacked(export_weights(model, scheme, export_dtype=dtype)):
-        prefix, _, last = name.rpartition(".")
-        stack = stack_of(prefix)
-        if stack is not None:
-            tensor = tensor.clone()  # a file's tensors share no memory
-        if (stack or prefix) in targets and last != "bias":
-            for stored, value in stored_tensors(last, tensor, scheme):
-                yield f"{prefix}.{stored}", value
-        else:
-            yield name, tensor
+def _stored(model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    weights, targets = export_weights(model, scheme, export_dtype=dtype), frozenset(target_modules(model, scheme))
+    for name, tensor in checkpoint_tensors(weights, scheme, targets):
+        # a file's tensors share no memory
+        yield name, tensor.clone() if stack_of(name.rpartition(".")[0]) else tensor
 
 
 def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -> None:

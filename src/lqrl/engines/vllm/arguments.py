@@ -1,0 +1,119 @@
+"""The arguments that vLLM is built with: what the recipe decides, what the engine needs, what the user adds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lqrl.engines.base import EngineSpec
+from lqrl.engines.vllm.served import kv_cache_dtype
+
+if TYPE_CHECKING:
+    from lqrl.engines.vllm.engine import VLLMEngineFactory
+
+_CPU_KV_BYTES = 2**30
+_CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
+# Arguments of vLLM that have one source already, and where that is.
+_OWNED = {
+    "model": "model.init_args.model",
+    "dtype": "model.init_args.dtype",
+    "max_model_len": "the model's config",
+    "hf_config_path": "the model's config",
+    "quantization": "model.init_args.scheme",
+    "quantization_config": "model.init_args.scheme",
+    "kv_cache_dtype": "model.init_args.scheme (+kv_fp8_static and the like)",
+    "enable_lora": "model.init_args.lora",
+    "logprobs_mode": "the engine, which reports processed log-probs",
+    "logits_processors": "the engine's record_log_mass",
+    "max_num_seqs": "the engine's max_num_seqs",
+    "gpu_memory_utilization": "the engine's gpu_memory_utilization",
+    "kv_cache_memory_bytes": "the engine's kv_cache_bytes",
+    "enable_sleep_mode": "the engine's sleep_level",
+    "seed": "the seed of each sample",
+    "tokenizer": "the learner: the engine takes and gives tokens",
+    "skip_tokenizer_init": "the learner: the engine takes and gives tokens",
+    "load_format": "the engine: weights come with a refresh",
+    "generation_config": "model.init_args.sampling",
+    "override_generation_config": "model.init_args.sampling",
+    "distributed_executor_backend": "the engine, which runs in this process",
+    "tensor_parallel_size": "the engine, which has one device",
+    "pipeline_parallel_size": "the engine, which has one device",
+    "data_parallel_size": "the engine, which has one device",
+    "speculative_config": "the engine: a sample must depend on its own seed alone",
+}
+
+
+def engine_arguments(
+    spec: EngineSpec, options: VLLMEngineFactory, directory: Path, known: frozenset[str]
+) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` but for the logits processors.
+
+    Args:
+        spec: what to build.
+        options: the engine's, ``engine_args`` among them.
+        directory: where config.json is.
+        known: arguments that the installed vLLM has.
+
+    Raises:
+        ValueError: when ``engine_args`` holds an unknown argument or one that is decided elsewhere, or the cache's size
+            is set twice.
+    """
+    check_engine_args(options.engine_args, known)
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": spec.max_model_len,
+        "kv_cache_dtype": kv_cache_dtype(spec.scheme, spec.device.type),
+        "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": options.max_num_seqs,
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+    }
+    if options.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if options.sleep_level > 0 and spec.device.type == "cpu":
+        raise ValueError(
+            f"VLLMEngineFactory.sleep_level={options.sleep_level}: vLLM's CPU build gives nothing up in sleep; set 0"
+        )
+    if options.sleep_level > 0:
+        arguments["enable_sleep_mode"] = True
+    if options.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes
+    if spec.device.type == "cpu":
+        arguments |= _cpu_arguments(options)
+    return arguments | dict(options.engine_args)
+
+
+def _cpu_arguments(options: VLLMEngineFactory) -> dict[str, Any]:
+    """On the CPU vLLM would take nearly all memory for the cache, and compile for minutes."""
+    if _CPU_KV_VARIABLE not in os.environ:
+        return {"enforce_eager": True, "kv_cache_memory_bytes": options.kv_cache_bytes or _CPU_KV_BYTES}
+    if options.kv_cache_bytes is not None:
+        raise ValueError(
+            f"VLLMEngineFactory.kv_cache_bytes={options.kv_cache_bytes} has no effect while the variable "
+            f"{_CPU_KV_VARIABLE} is set; unset it"
+        )
+    return {"enforce_eager": True}
+
+
+def check_engine_args(engine_args: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Refuse an argument that would be ignored, or would say again what something else says.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name in engine_args:
+        if name in _OWNED:
+            raise ValueError(f"engine_args.{name} is not free: it comes from {_OWNED[name]}")
+        if name not in known:
+            near = get_close_matches(name, known - _OWNED.keys(), n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ValueError(f"engine_args.{name} is no argument of this vLLM{hint}")

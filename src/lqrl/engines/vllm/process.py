@@ -1,0 +1,121 @@
+"""What a vLLM shares with the process it runs in: variables, random numbers, distributed groups."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lqrl.engines.base import EngineSpec
+from lqrl.quant.scheme import TensorFormat
+
+_MXFP4 = TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0")
+
+_open: list[Any] = []
+_retired: list[Any] = []
+
+
+def check_process(spec: EngineSpec, platform: str) -> None:
+    """Refuse a place where vLLM would run elsewhere than it was asked to, or not at all.
+
+    Args:
+        spec: its device is what was asked for.
+        platform: the device type of the installed vLLM.
+
+    Raises:
+        ValueError: when it is built for another device, its CPU kernels do not have the width of the heads, or the card
+            makes another function of the scheme.
+        NotImplementedError: on a GPU that is not the process's first, or in a run of several ranks.
+    """
+    if spec.device.type != platform:
+        raise ValueError(
+            f"the installed vLLM runs on {platform or 'no device here'}, the engine is asked for on {spec.device}; "
+            "set trainer.accelerator, or install the other build of vLLM"
+        )
+    if spec.device.index not in (None, 0):
+        raise NotImplementedError(
+            f"vLLM in this process runs on its first GPU, the engine is asked for on {spec.device}; choose the card "
+            "with CUDA_VISIBLE_DEVICES"
+        )
+    if platform == "cpu":
+        _check_cpu_attention(spec)
+    elif spec.scheme.weight == _MXFP4 and torch.cuda.get_device_capability(spec.device) >= (10, 0):
+        raise ValueError(
+            f"scheme {spec.scheme.name!r}: on this card vLLM quantizes the activations too; take nvfp4_w4a16"
+        )
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise NotImplementedError(
+            "vLLM in this process knows a single rank; train with trainer.devices: 1, or take "
+            "lqrl.engines.TorchEngineFactory"
+        )
+
+
+def _check_cpu_attention(spec: EngineSpec) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = spec.config.get_text_config(decoder=True)
+    width = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in widths:
+        raise ValueError(
+            f"the model's heads are {width} wide, vLLM's CPU attention has kernels for {', '.join(map(str, widths))}; "
+            "take lqrl.engines.TorchEngineFactory, or a GPU"
+        )
+
+
+def launch(arguments: Mapping[str, Any], variables: Mapping[str, str], device: torch.device) -> Any:
+    """A ``vllm.LLM`` in this process, whose random numbers are left as they were.
+
+    Args:
+        arguments: of the class.
+        variables: of the environment, while it starts.
+        device: where it runs.
+    """
+    from vllm import LLM
+
+    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}), random_state(device):
+        llm = LLM(**arguments)
+    _open.append(llm)
+    return llm
+
+
+def retire(llm: Any) -> None:
+    """Shut ``llm`` down once it is the last of this process: with one engine vLLM takes the groups of all down."""
+    if llm in _open:
+        _open.remove(llm)
+        _retired.append(llm)
+    if not _open:
+        for each in _retired:
+            each.llm_engine.engine_core.shutdown()
+        _retired.clear()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def random_state(device: torch.device) -> Iterator[None]:
+    """Put the generators back: vLLM seeds them when it starts, and on a CPU draws from torch's in every step."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,116 @@
+"""The quickstart with vLLM in the engine's place, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import PreTrainedModel
+
+pytest.importorskip("vllm")
+from vllm_models import DEVICE, KV_BYTES
+
+from lqrl.cli import run
+from lqrl.learner.scorer import Scorer
+from lqrl.modeling.backbone import load_model
+from lqrl.modeling.sources import load_tokenizer, resolve_source
+
+pytestmark = pytest.mark.vllm
+
+POLICY = "asset:countdown_policy"
+
+
+@torch.no_grad()
+def widened(policy: PreTrainedModel) -> PreTrainedModel:
+    """The same function with heads twice as wide, half of them zeros.
+
+    Rotary pair i of 8 turns with theta ** -(i / 8), which is that of pair 2 i of 16. A norm over twice the width, half
+    of it zeros, gives values sqrt(2) times as large; scores are divided by sqrt(32) instead of sqrt(16).
+    """
+    config = copy.deepcopy(policy.config)
+    old, config.head_dim = config.head_dim, 2 * config.head_dim
+    place = torch.cat([torch.arange(0, old, 2), torch.arange(old, 2 * old, 2)])
+    wider = load_model(config, dtype=torch.float32, seed=0)
+    for (name, target), source in zip(wider.named_parameters(), policy.parameters(), strict=True):
+        last = name.split(".")[-2]
+        if last in ("q_proj", "k_proj", "v_proj"):
+            target.zero_().unflatten(0, (-1, 2 * old))[:, place] = source.unflatten(0, (-1, old))
+        elif last == "o_proj":
+            target.zero_().unflatten(1, (-1, 2 * old))[:, :, place] = source.unflatten(1, (-1, old))
+        elif last in ("q_norm", "k_norm"):
+            target[place] = source * (1 if last == "q_norm" else 0.5**0.5)
+        else:
+            target.copy_(source)
+    return wider
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped policy for vLLM's CPU attention, which has no heads of 16."""
+    folder = tmp_path_factory.mktemp("policy")
+    policy = load_model(resolve_source(POLICY), dtype=torch.float32).eval()
+    wide = widened(policy).eval()
+    ids = torch.arange(4, 30)[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        a, b = (Scorer(model, 1.0, torch.float32).score(ids, mask) for model in (policy, wide))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+    wide.save_pretrained(folder)
+    load_tokenizer(POLICY).save_pretrained(folder)
+    return str(folder)
+
+
+def quickstart(model: str, folder: Path, engine: dict[str, Any], **changes: Any) -> list[dict[str, str]]:
+    """Three iterations; the rows of metrics.csv."""
+    config = yaml.safe_load(Path("configs/quickstart.yaml").read_text())
+    config["trainer"] |= {
+        "accelerator": DEVICE.type,
+        "max_epochs": 1,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 1,
+    }
+    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / "runs")
+    options = config["model"]["init_args"]
+    options |= {"model": model, "engine": engine, "val_samples": 2} | changes
+    config["data"]["init_args"] |= {"prompts_per_iteration": 8, "iterations_per_epoch": 3}
+    for source in ("train", "val"):
+        config["data"]["init_args"][source]["limit"] = 24
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    cli = run(["fit", "--config", str(path)])
+    with (Path(cli.trainer.log_dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+VLLM: dict[str, Any] = {
+    "class_path": "lqrl.engines.vllm.VLLMEngineFactory",
+    "init_args": {
+        "max_num_seqs": 64,
+        "kv_cache_bytes": KV_BYTES,
+        "engine_args": {"block_size": 32, "enforce_eager": True},
+    },
+}
+if DEVICE.type != "cpu":
+    VLLM["init_args"]["gpu_memory_utilization"] = 0.05
+
+
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_per_channel", "none"])
+def test_the_quickstart_trains_on_vllm_rollouts(wider: str, tmp_path: Path, scheme: str) -> None:
+    rows = quickstart(wider, tmp_path, VLLM, scheme=scheme, validate_full_precision=scheme == "int8_w8a8")
+    assert len(column(rows, "rollout/length")) == 3
+    # In fp32 the aligned learner says what vLLM sampled with; an fp8 activation may go to the next code.
+    assert max(column(rows, "mismatch/k3")) < (1e-3 if scheme == "fp8_per_channel" else 1e-8)
+    # Every iteration moved the engine, and left most codes as they were.
+    assert all(0 < moved <= 1 for moved in column(rows, "refresh/elements_changed_fraction"))
+    assert all(0 < moved < 0.9 for moved in column(rows, "refresh/codes_changed_fraction")) or scheme == "none"
+    assert len(column(rows, "val/pass@1")) >= 1
+    assert bool(column(rows, "val_full/pass@1")) == (scheme == "int8_w8a8")
