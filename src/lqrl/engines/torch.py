@@ -19,6 +19,7 @@ from lqrl.engines.base import (
 )
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
+from lqrl.engines.prompts import check_prompts
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.stepper import Stepper
 from lqrl.engines.transaction import HeldTensors, model_digest, write_weights_
@@ -128,8 +129,9 @@ class TorchEngine(RolloutEngine):
             raise RuntimeError("the engine is asleep; call wake() before generate()")
         if not prompts:
             return []
-        self._check(prompts, params)
-        stops = () if params.ignore_eos else self.spec.eos_token_ids
+        eos, limit = self.spec.eos_token_ids, self.spec.max_model_len
+        check_prompts(prompts, params, vocabulary=self.decoder.vocabulary, max_model_len=limit, eos=eos)
+        stops = () if params.ignore_eos else eos
         slots, started = self._slots(prompts, params), time.perf_counter()
         # Lightning validates in inference mode; a cache made there could never be written again outside it.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
@@ -216,23 +218,3 @@ class TorchEngine(RolloutEngine):
                 f"a sample may take {length} tokens (longest prompt + max_tokens), kv_cache_tokens={budget} holds fewer"
             )
         return min(self.options.max_num_seqs, budget // length)
-
-    def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        vocabulary, limit = self.decoder.vocabulary, self.spec.max_model_len
-        for prompt in prompts:
-            tokens = len(prompt.input_ids)
-            if not tokens:
-                raise ValueError(f"prompt {prompt.id} is empty; a prompt needs at least one token")
-            if tokens + params.max_tokens > limit:
-                raise ValueError(
-                    f"prompt {prompt.id} has {tokens} tokens and max_tokens={params.max_tokens} more do not fit "
-                    f"max_model_len={limit}; shorten the prompt, lower max_tokens or raise EngineSpec.max_model_len"
-                )
-            if min(prompt.input_ids) < 0 or max(prompt.input_ids) >= vocabulary:
-                raise ValueError(
-                    f"prompt {prompt.id} holds a token outside the model's vocabulary of {vocabulary}; "
-                    "tokenizer and model do not belong together"
-                )
-        outside = [t for t in (*self.spec.eos_token_ids, *params.stop_token_ids) if not 0 <= t < vocabulary]
-        if outside:
-            raise ValueError(f"stop tokens {outside} are outside the model's vocabulary of {vocabulary}")

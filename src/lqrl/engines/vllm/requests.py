@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lqrl.engines import prompts as prompts_of_engines
 from lqrl.engines.sampling import sample_keys
 from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -66,29 +67,12 @@ def samples(prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> lis
 def check_prompts(
     prompts: Sequence[Prompt], params: SamplingParams, *, vocabulary: int, max_model_len: int, eos: Sequence[int]
 ) -> None:
-    """Refuse what would be cut, skipped or changed on the way.
+    """`lqrl.engines.prompts.check_prompts`, and what vLLM would change on the way.
 
     Raises:
-        ValueError: for a prompt that is empty, too long or out of the vocabulary, a stop token out of it, or a
-            temperature that vLLM replaces by another.
+        ValueError: see there; and for a temperature that vLLM replaces by another.
     """
-    for prompt in prompts:
-        tokens = len(prompt.input_ids)
-        if not tokens:
-            raise ValueError(f"prompt {prompt.id} is empty; a prompt needs at least one token")
-        if tokens + params.max_tokens > max_model_len:
-            raise ValueError(
-                f"prompt {prompt.id} has {tokens} tokens and max_tokens={params.max_tokens} more do not fit "
-                f"max_model_len={max_model_len}; shorten the prompt, lower max_tokens or raise EngineSpec.max_model_len"
-            )
-        if min(prompt.input_ids) < 0 or max(prompt.input_ids) >= vocabulary:
-            raise ValueError(
-                f"prompt {prompt.id} holds a token outside the model's vocabulary of {vocabulary}; "
-                "tokenizer and model do not belong together"
-            )
-    outside = [t for t in (*eos, *params.stop_token_ids) if not 0 <= t < vocabulary]
-    if outside:
-        raise ValueError(f"stop tokens {outside} are outside the model's vocabulary of {vocabulary}")
+    prompts_of_engines.check_prompts(prompts, params, vocabulary=vocabulary, max_model_len=max_model_len, eos=eos)
     if 0 < params.temperature < _LEAST_TEMPERATURE:
         raise ValueError(
             f"temperature={params.temperature}: vLLM samples at {_LEAST_TEMPERATURE} below that; use 0 for greedy"
