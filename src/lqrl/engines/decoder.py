@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lqrl.algorithms.logprobs import head_logits
 from lqrl.engines.base import EngineSpec
-from lqrl.engines.lean import LeanDecoder
+from lqrl.engines.lean import LeanDecoder, fuse_projections_
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
 from lqrl.modeling.exact import exact_engine_
@@ -55,6 +56,8 @@ class Decoder:
                 exact_engine_(self.model)
             self.model.requires_grad_(False)
             self.model.eval()
+            # Off CUDA another width may be summed in another order, and integer layers keep a packed copy.
+            self._fused = fuse_projections_(self.model) if self.device.type == "cuda" else {}
             head = self.model.get_output_embeddings()
             self._low_bit_head = head if isinstance(head, QuantizedLinear) else None
             self.head: Tensor | None = weight
@@ -112,14 +115,15 @@ class Decoder:
         if not bool(expected.isfinite().all()):
             return  # weights that compute nothing decide nothing
         self._chosen, reason = True, "another result"
-        for fused_norms in (False,) if self.exact else (True, False):
+        norms = (False,) if self.exact else (True, False)
+        for fused_norms, fused in itertools.product(norms, (self._fused, {}) if self._fused else ({},)):
             try:
-                candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms)
+                candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms, fused)
             except NotImplementedError as error:
                 reason = str(error)
                 break
             if torch.equal(run(candidate), expected):
-                log.info("decoder layers run lean, norms %s", "fused" if fused_norms else "as transformers")
+                log.info("decoder layers run lean, fused norms %s, fused products %d", fused_norms, len(fused))
                 return
         self.lean = None
         log.info("decoder layers run as transformers has them: %s", reason)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,28 +14,31 @@ from torch import Tensor, nn
 
 from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.quant.fused import fuse_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RowFn = Callable[[Tensor], Tensor]
+SplitFn = Callable[[Tensor], Sequence[Tensor]]
+Fused = Mapping[nn.Module, RowFn]
+"""The product of several layers by the first of them."""
+_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The functions of one layer, each ``[N, in]`` to ``[N, out]`` (head norms: over the last dimension)."""
+    """The functions of one layer, ``[N, in]`` to ``[N, out]`` or to several (head norms: over the last dimension)."""
 
     input_norm: RowFn
-    query: RowFn
-    key: RowFn
-    value: RowFn
+    query_key_value: SplitFn
     query_norm: RowFn | None
     key_norm: RowFn | None
     output: RowFn
     post_norm: RowFn
-    gate: RowFn
-    up: RowFn
+    gate_up: SplitFn
     activation: RowFn
     down: RowFn
     shape: AttentionShape
@@ -51,13 +55,19 @@ class LeanDecoder:
         shapes: of each attention layer, see `lqrl.modeling.backbone.attention_shapes`.
         max_positions: length of the rotary table.
         fused_norms: use ``F.rms_norm`` for the norms, which rounds like transformers' in fp32 on the CPU.
+        fused: products of `fuse_projections_`; layers without one are multiplied one by one.
 
     Raises:
         NotImplementedError: when the model is built otherwise.
     """
 
     def __init__(
-        self, model: PreTrainedModel, shapes: Mapping[int, AttentionShape], max_positions: int, fused_norms: bool
+        self,
+        model: PreTrainedModel,
+        shapes: Mapping[int, AttentionShape],
+        max_positions: int,
+        fused_norms: bool,
+        fused: Fused = MappingProxyType({}),
     ) -> None:
         decoder: nn.Module = model.get_decoder()
         parts = _children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"})
@@ -67,7 +77,7 @@ class LeanDecoder:
         norm = partial(_norm, eps=config.rms_norm_eps, fused=fused_norms)
         self._embed = parts["embed_tokens"].forward
         self._norm = norm(parts["norm"])
-        self._layers = [_layer(layer, norm, shapes[i]) for i, layer in enumerate(parts["layers"].children())]
+        self._layers = [_layer(layer, norm, shapes[i], fused) for i, layer in enumerate(parts["layers"].children())]
         weight = next(parts["embed_tokens"].parameters())
         self._cos, self._sin = _rotary_table(parts["rotary_emb"], weight, max_positions)
         if self._cos.shape[1] != shapes[0].key_width:
@@ -80,15 +90,15 @@ class LeanDecoder:
         for index, layer in enumerate(self._layers):
             x = x + self._attention(index, layer, layer.input_norm(x), cos, sin, context)
             h = layer.post_norm(x)
-            x = x + layer.down(layer.activation(layer.gate(h)) * layer.up(h))
+            gate, up = layer.gate_up(h)
+            x = x + layer.down(layer.activation(gate) * up)
         return self._norm(x)
 
     @staticmethod
     def _attention(index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         tokens, shape = h.shape[0], layer.shape
-        q = layer.query(h).view(tokens, -1, shape.key_width)
-        k = layer.key(h).view(tokens, -1, shape.key_width)
-        v = layer.value(h).view(tokens, -1, shape.value_width)
+        widths = shape.key_width, shape.key_width, shape.value_width
+        q, k, v = (x.view(tokens, -1, w) for x, w in zip(layer.query_key_value(h), widths, strict=True))
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = layer.query_norm(q), layer.key_norm(k)
         both, half = torch.cat([q, k], 1), shape.key_width // 2
@@ -98,24 +108,21 @@ class LeanDecoder:
         return layer.output(out.reshape(tokens, -1))
 
 
-def _layer(layer: nn.Module, norm: Callable[[nn.Module], RowFn], shape: AttentionShape) -> _Layer:
+def _layer(layer: nn.Module, norm: Callable[[nn.Module], RowFn], shape: AttentionShape, fused: Fused) -> _Layer:
     parts = _children(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-    projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    projections = {*_QUERY_KEY_VALUE, "o_proj"}
     head_norms = {"q_norm", "k_norm"}
     attention = _children(parts["self_attn"], projections, head_norms)
-    mlp = _children(parts["mlp"], {"gate_proj", "up_proj", "down_proj", "act_fn"})
+    mlp = _children(parts["mlp"], {*_GATE_UP, "down_proj", "act_fn"})
     with_norms = head_norms <= attention.keys()
     return _Layer(
         input_norm=norm(parts["input_layernorm"]),
-        query=_linear(attention["q_proj"]),
-        key=_linear(attention["k_proj"]),
-        value=_linear(attention["v_proj"]),
+        query_key_value=_split([attention[name] for name in _QUERY_KEY_VALUE], fused),
         query_norm=norm(attention["q_norm"]) if with_norms else None,
         key_norm=norm(attention["k_norm"]) if with_norms else None,
         output=_linear(attention["o_proj"]),
         post_norm=norm(parts["post_attention_layernorm"]),
-        gate=_linear(mlp["gate_proj"]),
-        up=_linear(mlp["up_proj"]),
+        gate_up=_split([mlp[name] for name in _GATE_UP], fused),
         activation=mlp["act_fn"].forward,
         down=_linear(mlp["down_proj"]),
         shape=shape,
@@ -128,6 +135,28 @@ def _children(module: nn.Module, needed: set[str], optional: set[str] | None = N
     if extra or needed - children.keys():
         raise NotImplementedError(f"{type(module).__name__} holds {sorted(children)}, not {sorted(needed)}")
     return children
+
+
+def fuse_projections_(model: nn.Module) -> dict[nn.Module, RowFn]:
+    """Give layers that read one input common tensors, see `lqrl.quant.fused.fuse_`; before weights are loaded."""
+    fused: dict[nn.Module, RowFn] = {}
+    for module in model.modules():
+        for names in (_QUERY_KEY_VALUE, _GATE_UP):
+            children = dict(module.named_children())
+            layers = [children[name] for name in names if name in children]
+            product = fuse_(layers) if len(layers) == len(names) else None
+            if product is not None:
+                fused[layers[0]] = product
+    return fused
+
+
+def _split(layers: Sequence[nn.Module], fused: Fused) -> SplitFn:
+    product = fused.get(layers[0])
+    if product is None:
+        functions = [_linear(layer) for layer in layers]
+        return lambda x: [function(x) for function in functions]
+    widths = [int(layer.out_features) for layer in layers]  # pyright: ignore[reportArgumentType]
+    return lambda x: product(x).split(widths, -1)
 
 
 def _linear(module: nn.Module) -> RowFn:

@@ -60,6 +60,18 @@ class CodeModule(LowBitLinear):
         buffers: dict[str, Any] = self._buffers  # `get_buffer` takes ten times as long
         return {name: buffers[name] for name in self.shipped_names}
 
+    @property
+    def reads_copies(self) -> bool:
+        """Whether the kernel reads something else than the shipped tensors."""
+        return bool(self._derived_names)
+
+    def rehome(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold shipped tensors in other memory that has the same contents."""
+        for name, tensor in tensors.items():
+            self._buffers[name] = tensor
+        self._drop_layout()
+        self.pack()
+
     def pack(self) -> None:
         """Bring what the kernel reads up to date with the shipped tensors, in place."""
         shipped = self.shipped().values()

@@ -1,0 +1,99 @@
+"""Engine layers that read the same input as one product: query, key and value; gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lqrl.quant.linear import QuantizedLinear
+
+Product = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def fuse_(layers: Sequence[nn.Module]) -> Product | None:
+    """Make the tensors of ``layers`` parts of common ones, and give the product with all of them.
+
+    The layers go on as they were: their tensors become views of rows, so what a refresh writes there is what the
+    product reads. Outputs lie side by side, ``[..., K]`` to ``[..., N1 + N2 + ...]``. Activations are quantized once.
+
+    Args:
+        layers: plain or quantized linear layers of one input width, without gradients.
+
+    Returns:
+        The product, or ``None``, with nothing changed, where there is none: layers of several kinds, some with a bias
+        and some without, adapters, a format whose kernel reads a layout of its own or whose scales do not lie by rows.
+    """
+    with_bias = {getattr(layer, "bias", None) is not None for layer in layers}
+    if len(with_bias) != 1:
+        return None
+    if all(type(layer) is nn.Linear for layer in layers):
+        return _plain([layer for layer in layers if isinstance(layer, nn.Linear)])
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    return _quantized(quantized) if len(quantized) == len(layers) else None
+
+
+def _plain(layers: Sequence[nn.Linear]) -> Product:
+    widths = [layer.out_features for layer in layers]
+    weight, bias = _common([layer.weight for layer in layers]), _bias(layers)
+    for layer, own in zip(layers, weight.split(widths), strict=True):
+        layer.weight = nn.Parameter(own, requires_grad=False)
+    if bias is not None:
+        for layer, own in zip(layers, bias.split(widths), strict=True):
+            layer.bias = nn.Parameter(own, requires_grad=False)
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:
+    first, widths = layers[0], [layer.out_features for layer in layers]
+    if any(layer.method != first.method or layer.lora_A is not None or layer.reads_copies for layer in layers):
+        return None
+    shipped = [layer.shipped() for layer in layers]
+    parts = _row_counts(shipped, widths, first.method.shares_amax)
+    if parts is None:
+        return None
+    whole = {n: _common([t[n] for t in shipped]) if n in parts else t for n, t in shipped[0].items()}
+    operands = first.method.operands(whole, first.compute_dtype)
+    if any(all(o.data_ptr() != t.data_ptr() for t in whole.values()) for o in operands):
+        return None  # a layout of its own, which a refresh would not reach
+    views = {name: whole[name].split(rows) for name, rows in parts.items()}
+    for place, layer in enumerate(layers):
+        layer.rehome({name: own[place] for name, own in views.items()})
+    bias = _bias(layers)
+    if bias is not None:
+        for layer, own in zip(layers, bias.split(widths), strict=True):
+            layer.bias = own
+    return partial(first.method.linear, operands=operands, bias=bias)
+
+
+def _row_counts(
+    shipped: Sequence[Mapping[str, Tensor]], widths: Sequence[int], shared: bool
+) -> dict[str, list[int]] | None:
+    """Rows of each layer's tensor, for those that lie row by row; ``None`` where one does not and is not ``shared``."""
+    parts: dict[str, list[int]] = {}
+    for name, tensor in shipped[0].items():
+        rows = [tensors[name].shape[0] for tensors in shipped]
+        if tensor.numel() == 1:
+            if not shared:
+                return None
+        elif len({(width // n, width % n) for width, n in zip(widths, rows, strict=True)}) > 1 or widths[0] % rows[0]:
+            return None
+        else:
+            parts[name] = rows
+    return parts
+
+
+def _common(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all tensors, one after the other; fp8 is joined as bytes, which any device can copy."""
+    if tensors[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([t.view(torch.uint8) for t in tensors]).view(torch.float8_e4m3fn)
+    return torch.cat([t.detach() for t in tensors])
+
+
+def _bias(layers: Sequence[nn.Linear] | Sequence[QuantizedLinear]) -> Tensor | None:
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return torch.cat(biases) if biases else None

@@ -1,0 +1,100 @@
+"""Layers of one input as one product: the bits of each, and of what a refresh writes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lqrl.quant.fused import fuse_
+from lqrl.quant.linear import QuantizedLinear
+from lqrl.quant.methods import linear_method
+from lqrl.quant.methods.exact import exact_method
+from lqrl.quant.scheme import QuantScheme
+
+WIDTHS = (256, 128, 128)
+K = 256
+CUDA = torch.device("cuda")
+# Those whose kernels read the shipped tensors on a GPU of compute capability 8.9; fp8 per tensor spreads its scale.
+FUSED = ["int8_w8a8", "fp8_per_channel", "fp8_per_block", "int8_w8a16", "int4_w4a16", "nvfp4_w4a16", "mxfp4_w4a16"]
+
+
+def linears(bias: Sequence[bool], device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    made = [nn.Linear(K, n, bias=b, device=device, dtype=dtype) for n, b in zip(WIDTHS, bias, strict=True)]
+    return [layer.requires_grad_(False) for layer in made]
+
+
+def quantized(name: str, device: torch.device, exact: bool, bias: bool = False) -> list[QuantizedLinear]:
+    scheme_method = linear_method(QuantScheme.preset(name))
+    method = exact_method(scheme_method) if exact else scheme_method
+    layers = linears([bias] * 3, device, torch.bfloat16)
+    amax = torch.stack([layer.weight.abs().amax().float() for layer in layers]).amax(0, keepdim=True)
+    return [QuantizedLinear(layer, method, amax if method.shares_amax else None) for layer in layers]
+
+
+def side_by_side(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return torch.cat([layer(x) for layer in layers], -1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_plain_layers_become_views_of_one_weight(bias):
+    layers, x = linears([bias] * 3, torch.device("cpu")), torch.randn(5, K)
+    state = {name: t.clone() for layer in layers for name, t in layer.state_dict(prefix=str(id(layer))).items()}
+    product = fuse_(layers)
+    assert product is not None
+    torch.testing.assert_close(product(x), side_by_side(layers, x), rtol=0, atol=1e-5)
+    assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 1
+    for layer in layers:
+        assert layer.weight.is_contiguous()
+        assert all(torch.equal(t, state[name]) for name, t in layer.state_dict(prefix=str(id(layer))).items())
+    with torch.no_grad():
+        layers[1].weight.copy_(torch.ones_like(layers[1].weight))
+    torch.testing.assert_close(product(x), side_by_side(layers, x), rtol=0, atol=1e-4)
+
+
+def test_what_has_no_common_product_is_left_alone():
+    cpu = torch.device("cpu")
+    int8, fp8, plain = (
+        quantized("int8_w8a8", cpu, False),
+        quantized("fp8_per_channel", cpu, False),
+        linears([True] * 3, cpu),
+    )
+    before = [t.data_ptr() for layer in (*int8, *plain) for t in (*layer.parameters(), *layer.buffers())]
+    assert fuse_(linears([True, False, True], cpu)) is None
+    assert fuse_([plain[0], int8[1], int8[2]]) is None
+    assert fuse_([int8[0], fp8[1], fp8[2]]) is None
+    assert fuse_(int8) is None  # the C kernel reads a layout of its own
+    adapted = quantized("int4_w4a16", cpu, False)
+    adapted[1].add_low_rank(4, 1.0)
+    assert fuse_(adapted) is None
+    assert before == [t.data_ptr() for layer in (*int8, *plain) for t in (*layer.parameters(), *layer.buffers())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_low_bit_product_has_the_bits_of_its_layers_and_follows_a_refresh(name, bias):
+    layers, others = (quantized(name, CUDA, exact=True, bias=bias) for _ in range(2))
+    product = fuse_(layers)
+    assert product is not None
+    for rows in (1, 3, 64, 300):
+        x = torch.randn(rows, K, device=CUDA, dtype=torch.bfloat16)
+        assert torch.equal(product(x), side_by_side(others, x))
+        assert torch.equal(side_by_side(layers, x), side_by_side(others, x))
+    with torch.no_grad():
+        for layer, other in zip(layers, others, strict=True):
+            codes = other.shipped_names[0]
+            for own in (layer, other):
+                bits = own.shipped()[codes].view(torch.uint8)
+                bits.copy_(bits.flip(0))
+                own.pack()
+    assert torch.equal(product(x), side_by_side(others, x))
+    assert torch.equal(side_by_side(layers, x), side_by_side(others, x))
+
+
+@pytest.mark.gpu
+def test_scales_that_do_not_lie_by_rows_are_not_fused():
+    assert fuse_(quantized("fp8_per_tensor", CUDA, exact=True)) is None
