@@ -21,6 +21,7 @@ from lqrl.data import Countdown, PromptDataModule, PromptSource, Uniform
 from lqrl.engines import TorchEngineFactory
 from lqrl.fabric import fit
 from lqrl.learner import PolicyModule
+from lqrl.phases import PhaseClock
 from lqrl.rewards import RewardFn, RewardSum, RewardTerm, TaskReward
 from lqrl.rollouts import Rollouts
 from lqrl.types import Completion, Prompt, SamplingParams, TrainBatch
@@ -75,13 +76,21 @@ def main() -> None:
         iterations_per_epoch=10,
     )
     fabric = L.Fabric(accelerator="cpu", devices=1)
-    fit(
-        fabric, module, data, iterations=arguments.iterations, checkpoint=arguments.checkpoint,
-        log=lambda i, m: print(
-            f"{i:3d} reward {m['rollout/reward']:.3f} correct {m['rollout/accuracy']:.3f} "
-            f"easy groups {m['example/easy_groups']:.0f} mismatch {m.get('mismatch/k3', 0.0):.1e}"
-        ),
-    )  # fmt: skip
+    with PhaseClock() as clock:
+        fit(
+            fabric, module, data, iterations=arguments.iterations, checkpoint=arguments.checkpoint,
+            log=lambda i, m: print(
+                f"{i:3d} reward {m['rollout/reward']:.3f} correct {m['rollout/accuracy']:.3f} "
+                f"easy groups {m['example/easy_groups']:.0f} mismatch {m.get('mismatch/k3', 0.0):.1e} "
+                f"seconds {shown(clock.lap())}"
+            ),
+        )  # fmt: skip
+
+
+def shown(seconds: dict[str, float]) -> str:
+    """The sum, and the phases that took the most of it."""
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    return f"{sum(seconds.values()):.2f} ({', '.join(f'{name} {seconds[name]:.2f}' for name in largest)})"
 
 
 if __name__ == "__main__":

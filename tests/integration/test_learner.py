@@ -115,6 +115,20 @@ def test_aligned_and_plain_learners_have_nearby_gradients():
         assert float(cosine) > 0.98, name
 
 
+@pytest.mark.skipif(ACCELERATOR != "cpu", reason="a GPU's backward kernels need not repeat their bits")
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"exact": True}], ids=["fp32", "bf16", "exact"])
+def test_activation_checkpointing_changes_no_bit_of_an_iteration(options):
+    found = []
+    for checkpointing in (True, False):
+        module = built(activation_checkpointing=checkpointing, num_minibatches=2, **options)
+        batch, _ = module.learn_from(rolled_out(module))
+        assert module.policy.model.layers[0].gradient_checkpointing is checkpointing
+        found.append((batch.old_logprobs, gradients(module, batch, 120)))
+    assert (found[0][0] is None) == (found[1][0] is None) == ("exact" in options)
+    assert "exact" in options or torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][name], gradient) for name, gradient in found[1][1].items())
+
+
 ALGORITHMS = {
     "kl_penalty": {"kl": KLPenalty(1e-2)},
     "gspo": {"loss": GSPOLoss(), "correction": TokenTIS(acr=False), "num_minibatches": 2},

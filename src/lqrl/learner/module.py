@@ -37,6 +37,7 @@ from lqrl.learner.update import (
 from lqrl.learner.validation import Validation
 from lqrl.modeling.precision import parse_dtype
 from lqrl.modeling.sources import load_tokenizer
+from lqrl.phases import phase
 from lqrl.quant import BackwardMode, InvariantTransform, Lora, QuantScheme, export_weights
 from lqrl.quant.kv import calibrates_kv
 from lqrl.rewards import RewardSum
@@ -82,6 +83,7 @@ class PolicyModule(L.LightningModule):
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
         seed: of rollouts and shuffles.
         exact: engine and learner give every sampled token the same log-prob, as bits, in any batch (docs/exact.md).
+        activation_checkpointing: keep a layer's input alone and compute the rest again in the backward pass.
     """
 
     policy: PreTrainedModel
@@ -119,6 +121,7 @@ class PolicyModule(L.LightningModule):
         validate_full_precision: bool = False,
         seed: int = 0,
         exact: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -133,7 +136,7 @@ class PolicyModule(L.LightningModule):
         self.lora, self.transforms, self.max_staleness = lora, tuple(transforms), max_staleness
         self.backward_mode: BackwardMode = backward
         self.val_samples, self.validate_full_precision = val_samples, validate_full_precision
-        self.seed, self.exact = seed, exact
+        self.seed, self.exact, self.activation_checkpointing = seed, exact, activation_checkpointing
         check_options(self)
         self.policy_version, self.iteration = 0, 0
         self.last_rollouts: Rollouts | None = None
@@ -322,6 +325,7 @@ class PolicyModule(L.LightningModule):
 
     # ---------------------------------------------------------------- validation
 
+    @phase("validate")
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """pass@1 and pass@k of the rollout engine, and of full-precision weights if asked for."""
         check_fresh(self.engine, self.policy_version, self.max_staleness)

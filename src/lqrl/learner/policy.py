@@ -12,6 +12,7 @@ from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.exact import exact_learner_
+from lqrl.modeling.recompute import recompute_layers_
 from lqrl.modeling.sources import resolve_source
 from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_
 from lqrl.quant.kv import kv_rounding, prepare_kv_
@@ -39,6 +40,8 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
         add_adapters_(policy, module.lora, export_dtype=module.compute_dtype, seed=seed)
     if module.exact:
         exact_learner_(policy, module.compute_dtype)
+    if module.activation_checkpointing:
+        recompute_layers_(policy)
     policy.train()
     parameters = list(policy.parameters())
     rank_zero_info(

@@ -10,11 +10,13 @@ from lqrl.engines.base import Digests, NamedTensors, RolloutEngine, WeightStage
 from lqrl.learner.frozen import SentOnce, frozen_stamp, note_frozen
 from lqrl.learner.kv_scales import calibrate_first
 from lqrl.learner.module import PolicyModule
+from lqrl.phases import phase
 from lqrl.quant import QuantScheme
 from lqrl.quant.linear import invalidations
 from lqrl.types import RefreshReport
 
 
+@phase("refresh")
 def refresh_engines(
     module: PolicyModule, stages: Sequence[WeightStage] = (), *, full_precision: bool = True
 ) -> RefreshReport | None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
 from lqrl.learner.seeds import derive_seed
+from lqrl.phases import phase
 from lqrl.rollouts.batching import microbatches, minibatches
 from lqrl.types import ClipRange, LossOutput, Ratio, TrainBatch
 
@@ -58,6 +59,14 @@ def all_sum(value: Tensor) -> Tensor:
     return value
 
 
+def all_max(value: Tensor) -> Tensor:
+    """Maximum over ranks, element by element; the value itself with one process."""
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
 def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict[str, float]:
     """Add micro-batches' and ranks' sums and counts and divide once; one collective for all the numbers."""
     total: dict[str, Ratio] = {}
@@ -79,6 +88,7 @@ def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict
     return {n: float(Ratio(*s).value) for n, s in zip(names, sums, strict=True)}
 
 
+@phase("score")
 @torch.no_grad()
 def score(forward: Forward, batch: TrainBatch, *, token_budget: int) -> Tensor:
     """Log-probs ``[B, T]`` of a batch without gradients, in micro-batches; 0 where nothing is trained."""
@@ -139,6 +149,7 @@ def trim(batch: TrainBatch) -> TrainBatch:
     return replace(batch, **cut)
 
 
+@phase("forward_backward")
 def accumulate_gradients(
     forward: Forward,
     batch: TrainBatch,
@@ -253,13 +264,21 @@ def update_policy(
                 watch=None if moved else watch,
             )
             collected += map(_without_mismatch, metrics or []) if known else metrics or []
-            norm = clip_gradients_(parameters, max_grad_norm) if metrics is not None else None
-            # A norm of 0 is no signal either: the optimizer would still move by its momentum.
-            if norm is not None and bool(torch.isfinite(norm)) and float(norm) > 0:
-                norms.append(norm)
-                optimizer.step()
+            if metrics is not None:
+                norms += _step(optimizer, parameters, max_grad_norm)
     lr = float(optimizer.param_groups[0]["lr"])
     return sum_ratios(collected, device) | _summary(batch, norms, num_epochs * num_minibatches) | {"train/lr": lr}
+
+
+@phase("step")
+def _step(optimizer: Any, parameters: Sequence[nn.Parameter], max_grad_norm: float | None) -> list[Tensor]:
+    """Clip and step; the gradient norm, or nothing where no step was taken."""
+    norm = clip_gradients_(parameters, max_grad_norm)
+    # A norm of 0 is no signal either: the optimizer would still move by its momentum.
+    if not bool(torch.isfinite(norm)) or float(norm) == 0:
+        return []
+    optimizer.step()
+    return [norm]
 
 
 def _summary(batch: TrainBatch, norms: Sequence[Tensor], steps: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lqrl.data.budget import RolloutBudget
 from lqrl.engines.base import RolloutEngine, StaleEngineError
+from lqrl.phases import phase
 from lqrl.rewards.base import RewardSum
 from lqrl.rollouts.batching import pad_rollouts
 from lqrl.types import Completion, Prompt, RolloutBatch, SamplingParams
@@ -193,10 +194,12 @@ def _round(
     seconds: dict[str, float],
 ) -> list[_Scored]:
     started = time.perf_counter()
-    drawn = engine.generate(prompts, replace(params, n=tuple(counts)), seed=seed)
+    with phase("generate"):
+        drawn = engine.generate(prompts, replace(params, n=tuple(counts)), seed=seed)
     generated = time.perf_counter()
-    groups = [[replace(c, text=decode(c.token_ids.tolist())) for c in group] for group in drawn]
-    output = reward.score(prompts, groups)
+    with phase("reward"):
+        groups = [[replace(c, text=decode(c.token_ids.tolist())) for c in group] for group in drawn]
+        output = reward.score(prompts, groups)
     seconds["generate"] += generated - started
     seconds["reward"] += time.perf_counter() - generated
     sizes = [len(g) for g in groups]
