@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from triton_cases import packed_weights
 
 from lqrl.quant import exact
 from lqrl.quant import numerics as q
+from lqrl.quant.kv import METHODS, Cached, KVCacheMethod
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -111,7 +112,8 @@ def check_packed_products(device: torch.device) -> None:
                     same(t.packed_linear(x, packed, added, dtype, tile), wanted, (packed.format, m, n, k, tile))
 
 
-def check_attention(device: torch.device) -> None:
+def attention_cases(device: torch.device) -> Iterator[tuple[list[int], tuple[int, int], int, int, int | None]]:
+    """Lengths, heads and key heads, widths of keys and values, window."""
     small = device.type == "cpu"
     cases = [([5, 40, 1, 70], (6, 2), 20, 12), ([9, 3], (4, 4), 16, 16)]
     if not small:
@@ -119,33 +121,58 @@ def check_attention(device: torch.device) -> None:
             ([1, 300, 77, 64, 65, 513, 128], (32, 8), 128, 128), ([200, 3, 129], (16, 8), 64, 64),
             ([130, 90], (9, 3), 80, 80), ([150, 5], (100, 1), 96, 32), ([70, 260], (8, 1), 256, 256),
         ]  # fmt: skip
-    for lengths, (heads, kv_heads), width, value_width in cases:
+    for case in cases:
+        for window in (None, 6) if small else (None, 1, 6, 100):
+            yield *case, window
+
+
+def operands(
+    device: torch.device, lengths: list[int], heads: tuple[int, int], width: int, value_width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of whole sequences, ``[tokens, heads, width]``."""
+    shapes = [(heads[0], width), (heads[1], width), (heads[1], value_width)]
+    query, key, value = (randn(device, sum(lengths), *s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
+    return query, key, value
+
+
+def in_slots(rows: Tensor, lengths: list[int], dead: float) -> Tensor:
+    """``[tokens, Hkv, D]`` as a cache ``[slots, Hkv, L, D]`` that holds ``dead`` behind the end of every slot."""
+    shape = len(lengths), rows.shape[1], max(lengths) + 7, rows.shape[2]
+    cache = torch.full(shape, dead, dtype=rows.dtype, device=rows.device)
+    for slot, sequence in zip(cache, rows.split(lengths), strict=True):
+        slot[:, : len(sequence)] = sequence.transpose(0, 1)
+    return cache
+
+
+def decode_steps(device: torch.device, lengths: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of the queries, and table of the sequences: one query for each slot that has not ended."""
+    counts, longest = torch.tensor(lengths, device=device), max(lengths)
+    starts = counts.cumsum(0) - counts
+    for step in sorted({0, 1, longest // 2, longest - 1} if longest > 80 or device.type == "cpu" else range(longest)):
+        slot = (counts > step).nonzero()[:, 0]
+        row = torch.arange(len(slot), device=device)
+        yield starts[slot] + step, torch.stack([row, torch.ones_like(slot), slot, torch.full_like(slot, step)])
+
+
+def check_attention(device: torch.device) -> None:
+    for case in attention_cases(device):
         for dtype in DTYPES:
-            for window in (None, 6) if small else (None, 1, 6, 100):
-                _attention_case(device, lengths, heads, kv_heads, width, value_width, dtype, window)
+            _attention_case(device, *case, dtype)
 
 
 def _attention_case(
-    device: torch.device, lengths: list[int], heads: int, kv_heads: int, width: int, value_width: int,
-    dtype: torch.dtype, window: int | None,
+    device: torch.device, lengths: list[int], heads: tuple[int, int], width: int, value_width: int,
+    window: int | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Whole sequences against float64, and steps of decoding against them, from a cache with NaN behind the end."""
     from lqrl.quant.triton_exact_attention import attention
 
-    total, count, longest, scaling = sum(lengths), len(lengths), max(lengths), width**-0.5
-    query, key = (
-        randn(device, total, heads, width, dtype=dtype),
-        randn(device, total, kv_heads, width, dtype=dtype, seed=1),
-    )
-    value = randn(device, total, kv_heads, value_width, dtype=dtype, seed=2)
+    scaling, what, start = width**-0.5, (lengths, heads, width, dtype, window), 0
+    query, key, value = operands(device, lengths, heads, width, value_width, dtype)
     table, most = exact.packed_sequences(lengths, device)
     out = attention(query, key, value, table, most, scaling, window)
-    keys = torch.full((count, kv_heads, longest + 7, width), torch.nan, dtype=dtype, device=device)
-    values = torch.full((count, kv_heads, longest + 7, value_width), torch.nan, dtype=dtype, device=device)
-    what, start = (lengths, heads, kv_heads, width, dtype, window), 0
-    for i, n in enumerate(lengths):
+    for n in lengths:
         rows = slice(start, start + n)
-        keys[i, :, :n], values[i, :, :n] = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
         distance = torch.arange(n, device=device)[:, None] - torch.arange(n, device=device)
         mask = (distance >= 0) & (distance < (window or n))
         full = (t[rows].transpose(0, 1)[None].double() for t in (query, key, value))
@@ -154,15 +181,40 @@ def _attention_case(
         alone = torch.tensor([[0], [n], [0], [0]], device=device)
         same(attention(query[rows], key[rows], value[rows], alone, n, scaling, window), out[rows], (what, "alone"))
         start += n
-    starts = torch.tensor(lengths, device=device).cumsum(0) - torch.tensor(lengths, device=device)
-    for step in sorted({0, 1, longest // 2, longest - 1} if longest > 80 or device.type == "cpu" else range(longest)):
-        slots = [i for i, n in enumerate(lengths) if step < n]  # the others have ended
-        slot = torch.tensor(slots, device=device)
-        rows = starts[slot] + step
-        where = torch.stack(
-            [torch.arange(len(slots), device=device), torch.ones_like(slot), slot, step * torch.ones_like(slot)]
-        )
-        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", step))
+    keys, values = (in_slots(x, lengths, torch.nan) for x in (key, value))
+    for rows, where in decode_steps(device, lengths):
+        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", where))
+
+
+def check_cached_attention(device: torch.device) -> None:
+    for case in list(attention_cases(device))[: 2 if device.type == "cpu" else None]:
+        for dtype in DTYPES:
+            for method in METHODS.values():
+                _cached_case(device, *case, dtype, method)
+
+
+def _cached_case(
+    device: torch.device, lengths: list[int], heads: tuple[int, int], width: int, value_width: int,
+    window: int | None, dtype: torch.dtype, method: KVCacheMethod,
+) -> None:  # fmt: skip
+    """Codes and scales against the values they stand for, whole sequences and steps of decoding."""
+    from lqrl.quant.triton_exact_attention import attention
+
+    scaling, what = width**-0.5, (lengths, heads, width, dtype, window, method)
+    query, *pair = operands(device, lengths, heads, width, value_width, dtype)
+    scales = torch.tensor([0.0061, 0.0073], device=device).split(1)  # some values saturate
+    key, value = (method.quantize(x, scale) for x, scale in zip(pair, scales, strict=True))
+    table, most = exact.packed_sequences(lengths, device)
+    out = attention(query, key.values(dtype), value.values(dtype), table, most, scaling, window)
+    same(attention(query, key, value, table, most, scaling, window), out, (what, "whole"))
+
+    def cached(x: Cached) -> Cached:
+        codes = in_slots(x.codes.view(torch.uint8), lengths, 0x7F).view(method.code_dtype)
+        return Cached(codes, in_slots(x.scale, lengths, torch.nan) if method.per_token else x.scale)
+
+    keys, values = cached(key), cached(value)
+    for rows, where in decode_steps(device, lengths):
+        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", where))
 
 
 def check_norms(device: torch.device) -> None:
@@ -180,6 +232,32 @@ def check_norms(device: torch.device) -> None:
                 width,
             )
             company(x, lambda x, w=weight: t.rms_norm(x.contiguous(), w, 1e-6)[0], (1, 2, 31), (dtype, width))
+
+
+def check_together(device: torch.device) -> None:
+    """A sum and its norm, SiLU and the product after it: the bits of one after the other."""
+    from lqrl.quant import triton_exact_rows as t
+
+    generator = torch.Generator().manual_seed(3)
+    for dtype in DTYPES:
+        for rows, width in ((3, 40), (5, 128), (1, 576)):
+            made = [torch.randn(rows, width, generator=generator).to(dtype).to(device) for _ in range(2)]
+            x, delta, weight = made[0] * 30, made[1], torch.rand(width, generator=generator).to(dtype).to(device)
+            total, normed = t.add_rms_norm(x, delta, weight, 1e-6)
+            same(total, rounded_sum(x, delta), (dtype, width))
+            same(normed, t.rms_norm(total, weight, 1e-6)[0], (dtype, width))
+            side_by_side = torch.cat(made, 1)  # as a product of several layers leaves them
+            gate, up = side_by_side.split(width, 1)
+            wanted = rounded_product(t.silu(gate.contiguous()), up)
+            same(t.silu_mul(gate, up), wanted, (dtype, width))
+
+
+def rounded_sum(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() + b.float()).to(a.dtype)
+
+
+def rounded_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.float() * b.float()).to(a.dtype)
 
 
 def check_silu(device: torch.device) -> None:
@@ -239,8 +317,10 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_fp8_products,
         check_packed_products,
         check_attention,
+        check_cached_attention,
         check_norms,
         check_silu,
+        check_together,
         check_draws,
     )
 }

@@ -82,7 +82,9 @@ def test_rows_beyond_the_running_ones_change_nothing(scheme, exact, interval):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("scheme", "exact"), [("none", False), *((scheme, True) for scheme in FORMATS)])
+@pytest.mark.parametrize(
+    ("scheme", "exact"), [("none", False), *((scheme, True) for scheme in [*FORMATS, "none+kv_fp8"])]
+)
 def test_replayed_steps_draw_what_steps_draw(scheme, exact):
     device = torch.device("cuda")
     graphs, eager = (engine(scheme, device, exact, cuda_graphs=on) for on in (True, False))

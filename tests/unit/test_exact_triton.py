@@ -16,6 +16,7 @@ from exact_sides import both, compared, prompts
 from transformers import Qwen3Config
 
 from lqrl.quant import exact, triton_use
+from lqrl.quant.kv import METHODS, Cached
 from lqrl.types import SamplingParams
 
 CASES = Path(__file__).with_name("exact_cases.py")
@@ -56,7 +57,7 @@ def test_compiled_kernels_are_right_row_by_row(name):
         ("int4_w4a16", torch.bfloat16),
         ("int8_w8a16+lm_head", torch.bfloat16),
         ("fp8_per_channel+lm_head+kv_fp8", torch.bfloat16),
-        ("fp8_per_tensor", torch.bfloat16),
+        ("fp8_per_tensor+kv_fp8_static", torch.bfloat16),
         ("fp8_per_block", torch.bfloat16),
     ],
 )
@@ -72,6 +73,19 @@ def test_a_model_that_meets_every_tile_is_exact(scheme: str, dtype: torch.dtype)
         asked = prompts(1 if slots == 1 else 50, 200, 9000)
         params = SamplingParams(n=samples, max_tokens=40)
         assert compared(case, asked, params, rows=rows) == (len(asked) * samples * 40, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", list(METHODS.values()), ids=list(map(str, METHODS)))
+def test_what_a_cache_holds_is_attended_to_as_its_values(method, dtype):
+    q, k, v = torch.randn(3, 9, 2, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    key, value = (method.quantize(x, torch.tensor([0.0061])) for x in (k, v))
+    sequences = exact.packed_sequences([2, 7])
+    expected = exact.attention(q, key.values(dtype), value.values(dtype), sequences, 0.2)
+    assert torch.equal(exact.attention(q, key, value, sequences, 0.2), expected)
+    assert not torch.equal(exact.attention(q, k, v, sequences, 0.2), expected)
+    with pytest.raises(TypeError, match=r"codes of int8 or float8_e4m3fn, not torch\.int16"):
+        exact.attention(q, Cached(key.codes.to(torch.int16), key.scale), value, sequences, 0.2)
 
 
 def test_cuda_without_triton_is_refused_by_name(monkeypatch):

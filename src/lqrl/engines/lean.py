@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.modeling.exact import ExactRMSNorm, ExactSiLU
+from lqrl.quant import exact
 from lqrl.quant.fused import fuse_
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 RowFn = Callable[[Tensor], Tensor]
 SplitFn = Callable[[Tensor], Sequence[Tensor]]
+AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""The sum of two, the second of which may be missing, and its norm."""
 Fused = Mapping[nn.Module, RowFn]
 """The product of several layers by the first of them."""
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
@@ -32,14 +36,14 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do no
 class _Layer:
     """The functions of one layer, ``[N, in]`` to ``[N, out]`` or to several (head norms: over the last dimension)."""
 
-    input_norm: RowFn
+    input_norm: AddNorm
     query_key_value: SplitFn
     query_norm: RowFn | None
     key_norm: RowFn | None
     output: RowFn
-    post_norm: RowFn
+    post_norm: AddNorm
     gate_up: SplitFn
-    activation: RowFn
+    gated: Callable[[Tensor, Tensor], Tensor]
     down: RowFn
     shape: AttentionShape
 
@@ -76,7 +80,7 @@ class LeanDecoder:
             raise NotImplementedError("rotary frequencies that follow the length have no table")
         norm = partial(_norm, eps=config.rms_norm_eps, fused=fused_norms)
         self._embed = parts["embed_tokens"].forward
-        self._norm = norm(parts["norm"])
+        self._norm = _add_norm(parts["norm"], norm)
         self._layers = [_layer(layer, norm, shapes[i], fused) for i, layer in enumerate(parts["layers"].children())]
         weight = next(parts["embed_tokens"].parameters())
         self._cos, self._sin = _rotary_table(parts["rotary_emb"], weight, max_positions)
@@ -85,14 +89,13 @@ class LeanDecoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states ``[N, H]`` of ``tokens`` ``[N]`` at ``positions`` ``[N]``."""
-        x = self._embed(tokens)
+        x, delta = self._embed(tokens), None
         cos, sin = (table.index_select(0, positions)[:, None] for table in (self._cos, self._sin))
         for index, layer in enumerate(self._layers):
-            x = x + self._attention(index, layer, layer.input_norm(x), cos, sin, context)
-            h = layer.post_norm(x)
-            gate, up = layer.gate_up(h)
-            x = x + layer.down(layer.activation(gate) * up)
-        return self._norm(x)
+            x, h = layer.input_norm(x, delta)
+            x, h = layer.post_norm(x, self._attention(index, layer, h, cos, sin, context))
+            delta = layer.down(layer.gated(*layer.gate_up(h)))
+        return self._norm(x, delta)[1]
 
     @staticmethod
     def _attention(index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
@@ -116,14 +119,14 @@ def _layer(layer: nn.Module, norm: Callable[[nn.Module], RowFn], shape: Attentio
     mlp = _children(parts["mlp"], {*_GATE_UP, "down_proj", "act_fn"})
     with_norms = head_norms <= attention.keys()
     return _Layer(
-        input_norm=norm(parts["input_layernorm"]),
+        input_norm=_add_norm(parts["input_layernorm"], norm),
         query_key_value=_split([attention[name] for name in _QUERY_KEY_VALUE], fused),
         query_norm=norm(attention["q_norm"]) if with_norms else None,
         key_norm=norm(attention["k_norm"]) if with_norms else None,
         output=_linear(attention["o_proj"]),
-        post_norm=norm(parts["post_attention_layernorm"]),
+        post_norm=_add_norm(parts["post_attention_layernorm"], norm),
         gate_up=_split([mlp[name] for name in _GATE_UP], fused),
-        activation=mlp["act_fn"].forward,
+        gated=_gated(mlp["act_fn"]),
         down=_linear(mlp["down_proj"]),
         shape=shape,
     )
@@ -135,6 +138,29 @@ def _children(module: nn.Module, needed: set[str], optional: set[str] | None = N
     if extra or needed - children.keys():
         raise NotImplementedError(f"{type(module).__name__} holds {sorted(children)}, not {sorted(needed)}")
     return children
+
+
+def _add_norm(module: nn.Module, norm: Callable[[nn.Module], RowFn]) -> AddNorm:
+    if isinstance(module, ExactRMSNorm):
+        return partial(_add_exact_norm, weight=module.weight, eps=module.variance_epsilon)
+    own = norm(module)
+
+    def add_norm(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        return x, own(x)
+
+    return add_norm
+
+
+def _add_exact_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (x, exact.rms_norm(x, weight, eps)[0]) if delta is None else exact.add_rms_norm(x, delta, weight, eps)
+
+
+def _gated(activation: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(activation, ExactSiLU):
+        return exact.silu_mul
+    function = activation.forward
+    return lambda gate, up: function(gate) * up
 
 
 def fuse_projections_(model: nn.Module) -> dict[nn.Module, RowFn]:

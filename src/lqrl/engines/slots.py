@@ -10,7 +10,7 @@ from torch import Tensor
 from lqrl.modeling.attention import AttentionContext, PackedContext, decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
 from lqrl.quant import exact
-from lqrl.quant.kv import KVCacheMethod
+from lqrl.quant.kv import Cached, KVCacheMethod
 
 
 class SlotCache:
@@ -110,14 +110,16 @@ class SlotCache:
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, Hkv, length, D]`` of the first slots and tokens, in the cache's ``dtype``."""
+        keys, values = (x.values(self.dtype) if isinstance(x, Cached) else x for x in self.stored(layer, slots, length))
+        return keys, values
+
+    def stored(self, layer: int, slots: int, length: int) -> tuple[Tensor | Cached, Tensor | Cached]:
+        """The keys and values of `read` as they lie here: under a low-bit format codes with their scales."""
         live = [view[:slots, :, :length] for view in self._views[layer]]
         if self._method is None:
             return live[0], live[1]
-        scales = live[2:] if self._method.per_token else self._layer_scales[layer]
-        keys, values = (
-            self._method.dequantize(codes, scale, self.dtype) for codes, scale in zip(live, scales, strict=False)
-        )
-        return keys, values
+        k_scale, v_scale = live[2:] if self._method.per_token else self._layer_scales[layer]
+        return Cached(live[0], k_scale), Cached(live[1], v_scale)
 
     def seen(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as queries see them, rounded by the cache's format."""
@@ -227,12 +229,13 @@ class DecodeContext(AttentionContext):
         if heads not in self._rows:
             self._rows[heads] = self._cache.rows(heads, self._slots, self._positions)
         self._cache.write(layer_idx, self._rows[heads], k, v)
-        keys, values = self._cache.read(layer_idx, self._slots.shape[0], self._length)
+        query, held = q[0].transpose(0, 1), (layer_idx, self._slots.shape[0], self._length)
         if self._sequences is not None:
-            return exact.attention(q[0].transpose(0, 1), keys, values, self._sequences, scaling, sliding_window)[None]
+            stored = self._cache.stored(*held)
+            return exact.attention(query, *stored, self._sequences, scaling, sliding_window)[None]
         if sliding_window not in self._bias:
             self._bias[sliding_window] = self._make_bias(sliding_window)
-        return decode_attention(q[0].transpose(0, 1), keys, values, self._bias[sliding_window], scaling)[None]
+        return decode_attention(query, *self._cache.read(*held), self._bias[sliding_window], scaling)[None]
 
     def _make_bias(self, window: int | None) -> Tensor:
         if self._open is not None and (window is None or window >= self._length):

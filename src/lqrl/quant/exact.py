@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import exact_native, triton_use
+from lqrl.quant.kv import Cached
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -121,14 +122,21 @@ def packed_sequences(lengths: Sequence[int], device: torch.device | str = "cpu")
 
 @torch.no_grad()
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scaling: float, sliding_window: int | None = None
+    q: Tensor,
+    k: Tensor | Cached,
+    v: Tensor | Cached,
+    sequences: Sequences,
+    scaling: float,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention, one arithmetic for every query row: keys in order, counted from the row's first key.
 
+    What a low-bit cache holds is read as its values in the dtype of ``q``; on CUDA the kernel itself makes them.
+
     Args:
         q: ``[N, H, D]``, fp32 or bf16, any strides with contiguous ``D``.
-        k, v: keys and values of the same dtype, heads in dimension 1, keys of a sequence one after the other in
-            dimension 0 of ``[tokens, Hkv, D]``, or in dimension 2 of a cache ``[slots, Hkv, L, D]``.
+        k, v: keys and values of the same dtype or as cached, heads in dimension 1, keys of a sequence one after the
+            other in dimension 0 of ``[tokens, Hkv, D]``, or in dimension 2 of a cache ``[slots, Hkv, L, D]``.
         sequences: see there.
         scaling: factor of the scores.
         sliding_window: a query sees this many keys, itself included; ``None`` for all.
@@ -136,11 +144,15 @@ def attention(
     Returns:
         ``[N, H, Dv]``.
     """
-    _check(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"queries, keys and values must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    _check(q, *(x.scale if isinstance(x, Cached) else x for x in (k, v)))
+    for x in (k, v):
+        if isinstance(x, Cached) and x.codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise TypeError(f"cached keys and values are codes of int8 or float8_e4m3fn, not {x.codes.dtype}")
+        if isinstance(x, Tensor) and x.dtype != q.dtype:
+            raise TypeError(f"queries, keys and values must have one dtype, got {x.dtype} for queries of {q.dtype}")
     if q.is_cpu:
+        k, v = (x.values(q.dtype) if isinstance(x, Cached) else x for x in (k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return exact_native.attention(q, k, v, sequences.table, scaling, sliding_window)
     from lqrl.quant import triton_exact_attention
 
@@ -171,6 +183,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + delta`` and `rms_norm` of it, with the bits of one after the other; all of one dtype."""
+    if x.is_cpu:
+        total = x + delta
+        return total, rms_norm(total, weight, eps)[0]
+    _check(x, delta, weight)
+    if not x.dtype == delta.dtype == weight.dtype or x.shape != delta.shape:
+        raise TypeError(
+            f"a norm of {weight.dtype} got the sum of {tuple(x.shape)} of {x.dtype} and {tuple(delta.shape)} of "
+            f"{delta.dtype}"
+        )
+    from lqrl.quant import triton_exact_rows
+
+    return triton_exact_rows.add_rms_norm(x.contiguous(), delta.contiguous(), weight.contiguous(), eps)
+
+
+@torch.no_grad()
 def silu(x: Tensor) -> Tensor:
     """``x / (1 + exp(-x))`` in fp32, rounded once."""
     _check(x)
@@ -180,6 +209,20 @@ def silu(x: Tensor) -> Tensor:
     from lqrl.quant import triton_exact_rows
 
     return triton_exact_rows.silu(x)
+
+
+@torch.no_grad()
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[M, N]`` tensors of one dtype, with the bits of one after the other."""
+    if gate.is_cpu:
+        return silu(gate) * up
+    _check(gate, up)
+    if gate.dtype != up.dtype or gate.shape != up.shape or gate.ndim != 2:
+        raise TypeError(f"a gate {tuple(gate.shape)} of {gate.dtype} got {tuple(up.shape)} of {up.dtype}")
+    from lqrl.quant import triton_exact_rows
+
+    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+    return triton_exact_rows.silu_mul(gate, up)
 
 
 class Normalizer(NamedTuple):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,22 @@ SCALE_NAMES = ("k_scale", "v_scale")
 """Buffers of an attention module that hold its calibrated scales, under the names vLLM reads."""
 
 
+class Cached(NamedTuple):
+    """Keys or values as a low-bit cache holds them.
+
+    Attributes:
+        codes: int8 or e4m3 ``[..., D]``, head width last.
+        scale: fp32 ``[..., 1]`` of each token and head, or of one element: the layer's.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """``codes * scale`` in fp32, rounded once to ``dtype``."""
+        return dequantize(self.codes, self.scale, dtype)
+
+
 class KVCacheMethod(ABC):
     """The operations of a cache format on keys or values ``[..., D]``, head width last.
 
@@ -36,16 +52,12 @@ class KVCacheMethod(ABC):
     per_token: ClassVar[bool]
 
     @abstractmethod
-    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales ``[..., 1]`` of ``x``; ``scale`` is the layer's, where there is one."""
-
-    def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """``codes * scale`` in fp32, rounded once to ``dtype``."""
-        return dequantize(codes, scale, dtype)
+    def quantize(self, x: Tensor, scale: Tensor) -> Cached:
+        """Codes and scales of ``x``; ``scale`` is the layer's, where there is one."""
 
     def round_trip(self, x: Tensor, scale: Tensor) -> Tensor:
         """``x`` as it is read back from the cache, in its dtype."""
-        return self.dequantize(*self.quantize(x, scale), x.dtype)
+        return self.quantize(x, scale).values(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,9 @@ class Int8TokenHead(KVCacheMethod):
     code_dtype: ClassVar[torch.dtype] = torch.int8
     per_token: ClassVar[bool] = True
 
-    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, scale: Tensor) -> Cached:
         """Codes int8, scales fp32."""
-        return quantize_kv_int8_token_head(x)
+        return Cached(*quantize_kv_int8_token_head(x))
 
 
 @dataclass(frozen=True)
@@ -67,9 +79,9 @@ class Fp8TokenHead(KVCacheMethod):
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     per_token: ClassVar[bool] = True
 
-    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, scale: Tensor) -> Cached:
         """Codes e4m3, scales fp32."""
-        return quantize_kv_fp8_token_head(x)
+        return Cached(*quantize_kv_fp8_token_head(x))
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,9 @@ class Fp8Static(KVCacheMethod):
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     per_token: ClassVar[bool] = False
 
-    def quantize(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, scale: Tensor) -> Cached:
         """Codes e4m3, saturating, and the scale."""
-        return quantize_kv_fp8_static(x, scale), scale
+        return Cached(quantize_kv_fp8_static(x, scale), scale)
 
 
 METHODS: dict[TensorFormat, KVCacheMethod] = {

@@ -83,6 +83,18 @@ def from_e8m0(byte: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def opaque(x: tl.tensor) -> tl.tensor:
+    """bf16 ``x``, made in a way that the compiler does not look into.
+
+    Where tensor cores read registers (capability 8.x and 12.x), it permutes the inner dimension of a product to suit an
+    operand that was loaded in fewer bits. The sums would be others than those of plain values.
+    """
+    if not EMULATED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def quotient(x: tl.tensor, divisor: tl.tensor) -> tl.tensor:
     """``x / divisor`` rounded to nearest even, in five operations an element where many share a divisor.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.packed import PackedWeight
-from lqrl.quant.triton_casts import EMULATED, rounded_to_bf16, to_bf16
+from lqrl.quant.triton_casts import EMULATED, opaque, rounded_to_bf16, to_bf16
 from lqrl.quant.triton_int8 import Tile
 from lqrl.quant.triton_use import tiles
 from lqrl.quant.triton_weight_only import dequantized_tile, kernel_arguments
@@ -137,7 +137,7 @@ def _packed_gemm(
         a_ptr = x_ptr + tl.minimum(rows, m - 1)[:, None] * K + (start + inner)[None, :]
         a = tl.load(a_ptr, mask=(start + inner < K)[None, :], other=0.0)
         b = dequantized_tile(codes_ptr, scale_ptr, global_ptr, columns, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
-        acc = _product(a, to_bf16(b), acc)
+        acc = _product(a, opaque(to_bf16(b)), acc)
     _store(acc, out_ptr, out_ptr, out_ptr, bias_ptr, rows, columns, m, n, False, BIAS, BF16)
 
 

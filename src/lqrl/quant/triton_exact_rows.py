@@ -1,4 +1,4 @@
-"""Norms and SiLU of exact mode on CUDA.
+"""Norms and SiLU of exact mode on CUDA, alone or with the sum before and the product after them.
 
 The squares of a row are added in an order that its width alone decides: one compiled kernel a width and dtype, whose
 tensors always begin at a multiple of 16 bytes, because the compiler gives other elements to a thread where they do not.
@@ -22,14 +22,20 @@ _WARPS = 4
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x_ptr, weight_ptr, out_ptr, inverse_ptr, rows, eps,
-    WIDTH: tl.constexpr, BF16: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, delta_ptr, sum_ptr, weight_ptr, out_ptr, inverse_ptr, rows, eps,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, BF16: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``ADD``: of the rounded sum of ``x`` and ``delta``, which is kept."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     offsets = row[:, None] * WIDTH + column[None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if BF16:
+            x = rounded_to_bf16(x)
+        tl.store(sum_ptr + offsets, to_bf16(x) if BF16 else x, mask=mask)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     mean = tl.math.div_rn(tl.sum(x * x, 1), WIDTH * 1.0)
     inverse = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
@@ -42,36 +48,72 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu(x_ptr, out_ptr, size, BF16: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+def _silu(
+    x_ptr, x_stride, up_ptr, up_stride, out_ptr, width, GATED: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``GATED``: times ``up``, after rounding."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     out = tl.math.div_rn(x, 1.0 + tl.exp(-x))
-    tl.store(out_ptr + offsets, to_bf16(out) if BF16 else out, mask=offsets < size)
+    if GATED:
+        if BF16:
+            out = rounded_to_bf16(out)
+        out *= tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, to_bf16(out) if BF16 else out, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`lqrl.quant.exact.rms_norm` of contiguous tensors."""
+    _, out, inverse = _norm(x, None, weight, eps)
+    return out, inverse
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`lqrl.quant.exact.add_rms_norm` of contiguous tensors."""
+    total, out, _ = _norm(x, delta, weight, eps)
+    return total, out
+
+
+def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, which is ``x`` without ``delta``; the normed rows; and their factors."""
     width = x.shape[-1]
     out, inverse = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    total = x if delta is None else torch.empty_like(x)
     block, rows = power_of_two(width), inverse.numel()
     together = max(1, _TILE // block)
     if rows and width:
         with torch.cuda.device_of(x):
             _rms_norm[(tiles(rows, together),)](
-                _aligned(x), _aligned(weight), out, inverse, rows, eps,
-                WIDTH=width, BF16=x.dtype == torch.bfloat16, ROWS=together, BLOCK=block,
+                _aligned(x), _aligned(x if delta is None else delta), total, _aligned(weight), out, inverse, rows, eps,
+                WIDTH=width, ADD=delta is not None, BF16=x.dtype == torch.bfloat16, ROWS=together, BLOCK=block,
                 num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-    return out, inverse
+    return total, out, inverse
 
 
 def silu(x: Tensor) -> Tensor:
     """`lqrl.quant.exact.silu` of a contiguous tensor."""
-    out, block = torch.empty_like(x), 1024
-    if x.numel():
-        with torch.cuda.device_of(x):
-            _silu[(tiles(x.numel(), block),)](
-                x, out, x.numel(), BF16=x.dtype == torch.bfloat16, BLOCK=block,
+    if not x.numel():
+        return torch.empty_like(x)
+    return _gated(x.view(-1, x.shape[-1] if x.ndim else 1), None).view(x.shape)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`lqrl.quant.exact.silu_mul` of ``[M, N]`` tensors with elements of a row side by side."""
+    return _gated(gate, up)
+
+
+def _gated(gate: Tensor, up: Tensor | None) -> Tensor:
+    (rows, width), block = gate.shape, 1024
+    out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+    other = gate if up is None else up
+    if out.numel():
+        with torch.cuda.device_of(gate):
+            _silu[(rows, tiles(width, block))](
+                gate, gate.stride(0), other, other.stride(0), out, width,
+                GATED=up is not None, BF16=gate.dtype == torch.bfloat16, BLOCK=block,
                 num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return out
