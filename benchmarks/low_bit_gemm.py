@@ -21,7 +21,7 @@ from side_by_side import Timer, card
 from lqrl.quant import kernels, rows, triton_fp8, triton_int8, triton_weight_only
 from lqrl.quant import numerics as q
 from lqrl.quant.packed import PackedWeight, as_bytes
-from lqrl.quant.triton_int8 import Tile
+from lqrl.quant.triton_tiles import Tile
 from lqrl.quant.triton_weight_only import DecodeTile
 
 QWEN3_8B = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)}

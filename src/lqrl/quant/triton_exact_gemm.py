@@ -19,11 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.packed import PackedWeight
 from lqrl.quant.triton_casts import EMULATED, opaque, rounded_to_bf16, to_bf16
-from lqrl.quant.triton_int8 import Tile
+from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
 from lqrl.quant.triton_use import tiles
 from lqrl.quant.triton_weight_only import dequantized_tile, kernel_arguments
-
-_GROUP = 8  # row tiles that share weight tiles in L2
 
 # (largest M, smallest N, tile), the first row that fits is taken; `k` counts bytes. Starting values.
 TILES: list[tuple[int, int, Tile]] = [
@@ -55,16 +53,6 @@ PACKED_ROWS = 256
 def tile_for(table: list[tuple[int, int, Tile]], m: int, n: int) -> Tile:
     """What ``table`` says for M rows and N outputs."""
     return next(tile for most, least, tile in table if m <= most and n >= least)
-
-
-@triton.jit
-def _place(m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The program's tile: a group of row tiles walks the columns together."""
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    first = pid // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    return first + pid % (GROUP * tiles_n) % height, pid % (GROUP * tiles_n) // height
 
 
 @triton.jit
@@ -100,24 +88,13 @@ def _gemm(
     SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _place(m, n, BM, BN, GROUP)
+    tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
-    inner = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
-        if TMA:
-            a = x.load([tile_m * BM, start])
-            b = w.load([tile_n * BN, start])
-        else:
-            # Rows beyond the end are read as the last one and not written.
-            a_ptr = x + tl.minimum(rows, m - 1)[:, None] * K + (start + inner)[None, :]
-            b_ptr = w + tl.minimum(columns, n - 1)[:, None] * K + (start + inner)[None, :]
-            if K % BK == 0:
-                a, b = tl.load(a_ptr), tl.load(b_ptr)
-            else:
-                within = (start + inner < K)[None, :]
-                a, b = tl.load(a_ptr, mask=within, other=0.0), tl.load(b_ptr, mask=within, other=0.0)
+        a = operand_tile(x, tile_m, start, rows, m, K, K, TMA, BM, BK)
+        b = operand_tile(w, tile_n, start, columns, n, K, K, TMA, BN, BK)
         acc = _product(a, b, acc)
     _store(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, SCALED, BIAS, BF16)
 
@@ -128,7 +105,7 @@ def _packed_gemm(
     FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = _place(m, n, BM, BN, GROUP)
+    tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     inner = tl.arange(0, BK)
@@ -204,7 +181,7 @@ def _dense(
             TensorDescriptor.from_tensor(weight, [tile.n, width]) if tma else weight,
             out, token, column, out if bias is None else bias, m, n, K=k,
             SCALED=scales is not None, BIAS=bias is not None, BF16=dtype == torch.bfloat16, TMA=tma,
-            BM=tile.m, BN=tile.n, BK=width, GROUP=_GROUP,
+            BM=tile.m, BN=tile.n, BK=width, GROUP=GROUP,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=scales is None,
         )  # fmt: skip
     return out
@@ -234,7 +211,7 @@ def packed_linear(
         _packed_gemm[(tiles(m, tile.m) * tiles(n, tile.n),)](
             x, *pointers, out, out if added is None else added, m, n, K=k, FORMAT=code, SIZE=size,
             SCALE_BF16=scale_bf16, BIAS=added is not None, BF16=dtype == torch.bfloat16,
-            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=_GROUP,
+            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=GROUP,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out

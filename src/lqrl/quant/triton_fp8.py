@@ -15,11 +15,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.triton_casts import to_bf16
-from lqrl.quant.triton_int8 import Tile
+from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
 from lqrl.quant.triton_use import tiles
 
 BLOCK = 128
-_GROUP = 8  # row tiles that share weight tiles in L2
 
 # (largest M, tile). Every tile has at least 64 rows: smaller ones use another tensor core instruction, whose fp8 sums
 # are wider, and a token's bits would then depend on the height of its batch.
@@ -35,33 +34,17 @@ def _block_gemm(
     x, w, out_ptr, x_scale_ptr, w_scale_ptr, m, n, K: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    first = pid // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    tile_m = first + pid % (GROUP * tiles_n) % height
-    tile_n = pid % (GROUP * tiles_n) // height
+    tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
-    inner = tl.arange(0, BK)
     blocks: tl.constexpr = (K + BK - 1) // BK
     x_scale_ptr += tl.minimum(rows, m - 1) * blocks
     w_scale_ptr += (tile_n * BN) // BK * blocks  # a tile of columns lies within one block
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for block in range(0, blocks):
         start = block * BK
-        if TMA:
-            a = x.load([tile_m * BM, start])
-            b = w.load([tile_n * BN, start])
-        else:
-            # Rows beyond the end are read as the last one and not written.
-            a_ptr = x + tl.minimum(rows, m - 1)[:, None] * K + (start + inner)[None, :]
-            b_ptr = w + tl.minimum(columns, n - 1)[:, None] * K + (start + inner)[None, :]
-            if K % BK == 0:
-                a, b = tl.load(a_ptr), tl.load(b_ptr)
-            else:
-                within = (start + inner < K)[None, :]
-                a, b = tl.load(a_ptr, mask=within, other=0.0), tl.load(b_ptr, mask=within, other=0.0)
+        a = operand_tile(x, tile_m, start, rows, m, K, K, TMA, BM, BK)
+        b = operand_tile(w, tile_n, start, columns, n, K, K, TMA, BN, BK)
         scale = tl.load(x_scale_ptr + block) * tl.load(w_scale_ptr + block)
         acc += tl.dot(a, b.T) * scale[:, None]
     mask = (rows < m)[:, None] & (columns < n)[None, :]
@@ -90,6 +73,6 @@ def block_scaled(
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
             TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
             out, x_scale.contiguous(), weight_scale.contiguous(), m, n, K=k, BF16=dtype == torch.bfloat16, TMA=tma,
-            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=_GROUP, num_warps=tile.warps, num_stages=tile.stages,
+            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out

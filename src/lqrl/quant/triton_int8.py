@@ -8,8 +8,6 @@ then ``+ bias`` in that dtype.
 # Launches take options of the compiler besides the kernel's parameters.
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,28 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.triton_casts import rounded_to_bf16, to_bf16
+from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
 from lqrl.quant.triton_use import tiles
-
-_GROUP = 8  # row tiles that share weight tiles in L2
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a GEMM is cut.
-
-    Attributes:
-        m, n, k: sizes of a tile.
-        warps, stages: of a program, and of its pipeline.
-        tma: load by the bulk copy engine; needs K in multiples of 16 and no padding.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    tma: bool = False
-
 
 # The first row whose limits hold is taken: (largest M, smallest N, tile); None is `torch._int_mm` and the epilogue.
 # Starting values; `benchmarks/low_bit_gemm.py` times the candidates of each shape.
@@ -95,29 +73,13 @@ def _gemm(
     BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    first = pid // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    tile_m = first + pid % (GROUP * tiles_n) % height
-    tile_n = pid % (GROUP * tiles_n) // height
+    tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
-    inner = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), dtype=tl.int32)
     for start in range(0, K, BK):
-        if TMA:
-            a = x.load([tile_m * BM, start])
-            b = w.load([tile_n * BN, start])
-        else:
-            # Rows beyond the end are read as the last one and not written.
-            a_ptr = x + tl.minimum(rows, m - 1)[:, None] * x_stride + (start + inner)[None, :]
-            b_ptr = w + tl.minimum(columns, n - 1)[:, None] * w_stride + (start + inner)[None, :]
-            if K % BK == 0:
-                a, b = tl.load(a_ptr), tl.load(b_ptr)
-            else:
-                within = (start + inner < K)[None, :]
-                a, b = tl.load(a_ptr, mask=within, other=0), tl.load(b_ptr, mask=within, other=0)
+        a = operand_tile(x, tile_m, start, rows, m, x_stride, K, TMA, BM, BK)
+        b = operand_tile(w, tile_n, start, columns, n, w_stride, K, TMA, BN, BK)
         acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
     _store(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, BIAS, BF16)
 
@@ -181,7 +143,7 @@ def gemm(
             x.stride(0), weight.stride(0), out, token_scale.contiguous(), weight_scale.contiguous(),
             weight_scale if added is None else added, m, n, K=k,
             BIAS=added is not None, BF16=dtype == torch.bfloat16, TMA=tma,
-            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=_GROUP,
+            BM=tile.m, BN=tile.n, BK=tile.k, GROUP=GROUP,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out
