@@ -4,8 +4,8 @@ A tile's product over 128 inputs is made by the tensor cores and added, times bo
 the blocks is fixed, so a row's result does not depend on the other rows.
 """
 
-# pyright: reportCallIssue=false, reportIndexIssue=false
-# Launches take options of the compiler besides the kernel's parameters.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# Launches take options of the compiler besides the parameters; a call inside a kernel looks as if it never returned.
 from __future__ import annotations
 
 import torch

@@ -4,8 +4,8 @@ Integer sums are exact, so every tiling gives the bits of the eager code: ``dtyp
 then ``+ bias`` in that dtype.
 """
 
-# pyright: reportCallIssue=false, reportIndexIssue=false
-# Launches take options of the compiler besides the kernel's parameters.
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# Launches take options of the compiler besides the parameters; a call inside a kernel looks as if it never returned.
 from __future__ import annotations
 
 import torch
