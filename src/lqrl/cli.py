@@ -31,13 +31,15 @@ def main() -> None:
     from lqrl import lightning_cli
     from lqrl.callbacks import MismatchError
     from lqrl.engines import RefreshError, StaleEngineError
+    from lqrl.quant.native_build import BuildError, SelfTestError
     from lqrl.rewards import RewardError
 
     sys.path.insert(0, str(Path.cwd()))
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own, about PyTorch
+    ours = RewardError, RefreshError, StaleEngineError, MismatchError, BuildError, SelfTestError
     try:
         lightning_cli.run()
-    except (ValueError, OSError, RewardError, RefreshError, StaleEngineError, MismatchError) as error:
+    except (ValueError, OSError, NotImplementedError, *ours) as error:
         if os.environ.get("LQRL_TRACEBACK"):
             raise
         sys.exit(f"\n{type(error).__name__}: {error}\n(LQRL_TRACEBACK=1 shows where)")

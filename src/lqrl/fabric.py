@@ -15,6 +15,7 @@ from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_st
 from lqrl.learner.frozen import without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
+from lqrl.learner.options import check_precision
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import sum_ratios
 from lqrl.rollouts import rollout_metrics
@@ -45,7 +46,11 @@ def fit(
 
     Returns:
         The trained module.
+
+    Raises:
+        ValueError: when Fabric would change the precision of the forward pass.
     """
+    check_precision(fabric.strategy.precision.precision)
     _prepare(module, data)
     forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
     module.build_engines(fabric.device)

@@ -43,13 +43,15 @@ class PhaseClock:
             _running.append(self)
 
     def stop(self) -> None:
-        """Listen no more; again is no error."""
+        """Listen no more; again is no error. What comes after is nobody's."""
         if self in _running:
+            self._charge()
             _running.remove(self)
 
     def lap(self) -> dict[str, float]:
         """Seconds since the start or the last lap, of all `PHASES` and of ``other``, which no phase claims."""
-        self._charge()
+        if self in _running:
+            self._charge()
         seconds, self._seconds = self._seconds, {}
         return {name: seconds.get(name, 0.0) for name in (*PHASES, "other")}
 

@@ -199,6 +199,13 @@ def test_the_fabric_loop_is_the_same_iteration(tmp_path):
     assert all(torch.equal(t, expected[n]) for n, t in weights(module).items())
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_the_fabric_loop_refuses_what_would_part_learner_and_engine(precision):
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision)
+    with pytest.raises(ValueError, match="leave it at 32-true"):
+        fabric_fit(fabric, make_module(), make_data(), iterations=1)
+
+
 def test_the_fabric_loop_resumes_exactly(tmp_path):
     whole = fabric_fit(L.Fabric(accelerator=ACCELERATOR, devices=1), make_module(), make_data(), iterations=5)
     path = tmp_path / "state.ckpt"

@@ -279,3 +279,28 @@ def test_what_stays_with_torch_does_not_see_the_place_of_a_row(name: str, dtype:
         assert torch.equal(STAYS[name](a.t().contiguous().t(), b.t().contiguous().t()), out)
         for i in (0, rows // 2, rows - 1):
             assert torch.equal(STAYS[name](a[i : i + 1], b[i : i + 1]), out[i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype):
+    frequencies = torch.rand(16)
+    wanted = exact.rotary_table(frequencies, 300)
+    torch.set_default_dtype(dtype)
+    try:
+        exact_native.load(at_most="portable")  # its self-test too
+        found = exact.rotary_table(frequencies, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read():
+    logits, x = torch.randn(4, 8), torch.randn(5, 4, 8)
+    for uniform in (torch.rand(4), torch.rand(1, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="4 rows are drawn by as many float64 numbers"):
+            exact.sample(logits, uniform, 1.0)
+    with pytest.raises(ValueError, match=r"weight \(4,\) does not fit"):
+        exact.rms_norm(logits, torch.ones(4), 1e-6)
+    for k, v in ((x[:, :3], x[:, :3]), (x, x[:4]), (x[..., :6], x)):
+        with pytest.raises(ValueError, match="do not fit keys"):
+            exact.attention(x, k, v, exact.packed_sequences([5]), 1.0)

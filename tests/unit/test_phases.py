@@ -114,6 +114,13 @@ def test_clocks_may_start_and_stop_inside_a_phase(hand: Hand):
     assert spent(early) == {"other": 1.0}
 
 
+def test_what_comes_after_the_stop_is_nobody_s(hand: Hand):
+    with PhaseClock(now=hand) as clock, phase("generate"):
+        hand.wait(1)
+    hand.wait(2)
+    assert spent(clock) == {"generate": 1.0}
+
+
 def test_a_decorated_function_is_a_phase_each_time(hand: Hand):
     @phase("score")
     def work(seconds: float) -> float:

@@ -26,7 +26,8 @@ class MismatchGuard(L.Callback):
     """Act when the mismatch between rollout engine and learner stays too large.
 
     In exact mode fresh tokens must have no mismatch at all, see `check_exact`: there one token is enough, whatever the
-    limits, patience and action.
+    limits, patience and action. Compared is what is learned from before the first optimizer step of an iteration: with
+    several minibatches the tokens of the first one.
 
     Args:
         max_k3: largest accepted ``mismatch/k3`` (nats a token, before truncation). Dense models sit at 1e-5 to 1e-3 in

@@ -83,11 +83,11 @@ def attempt(name: str, test: Callable[..., Row], *args: Any, remedy: str = WHERE
         if package is not None:
             return Row(name, "missing", f"needs {package}", f"pip install {package}")
         return _failed(name, error, remedy)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a package may give up the whole process when it is imported
         return _failed(name, error, remedy)
 
 
-def _failed(name: str, error: Exception, remedy: str) -> Row:
+def _failed(name: str, error: Exception | SystemExit, remedy: str) -> Row:
     """Called while ``error`` is handled."""
     if os.environ.get(TRACEBACK_VARIABLE):
         raise error

@@ -57,7 +57,7 @@ def check_precision(precision: str | None) -> None:
     """
     if precision != "32-true":
         raise ValueError(
-            f"trainer.precision is {precision}, but the learner must compute as the engine does: leave it at 32-true "
+            f"precision is {precision}, but the learner must compute as the engine does: leave it at 32-true "
             "and set model.init_args.dtype: bfloat16 (parameters stay in master_dtype)"
         )
 

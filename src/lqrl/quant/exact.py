@@ -150,6 +150,9 @@ def attention(
             raise TypeError(f"cached keys and values are codes of int8 or float8_e4m3fn, not {x.codes.dtype}")
         if isinstance(x, Tensor) and x.dtype != q.dtype:
             raise TypeError(f"queries, keys and values must have one dtype, got {x.dtype} for queries of {q.dtype}")
+    heads, (keys, values) = q.shape[1], ((x.codes if isinstance(x, Cached) else x).shape for x in (k, v))
+    if heads % keys[1] or keys[:-1] != values[:-1] or keys[-1] != q.shape[-1]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys)} and values {tuple(values)}")
     if q.is_cpu:
         k, v = (x.values(q.dtype) if isinstance(x, Cached) else x for x in (k, v))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -174,6 +177,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _check(x, weight)
     if x.dtype != weight.dtype:
         raise TypeError(f"a norm of {x.dtype} got a weight of {weight.dtype}; cast the parameters to the compute dtype")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"a norm's weight {tuple(weight.shape)} does not fit rows of {tuple(x.shape)}")
     x, weight = x.contiguous(), weight.contiguous()
     if x.is_cpu:
         return exact_native.rms_norm(x, weight, eps)
@@ -254,6 +259,10 @@ def normalizer(logits: Tensor, temperature: float) -> Normalizer:
 def sample(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Normalizer]:
     """Draw a token for each row of fp32 logits ``[N, V]`` by its uniform ``[N]`` float64, or take the first largest."""
     _check_logits(logits)
+    if uniform is not None and (uniform.dtype != torch.float64 or uniform.shape != logits.shape[:1]):
+        raise ValueError(
+            f"{len(logits)} rows are drawn by as many float64 numbers, not by {tuple(uniform.shape)} of {uniform.dtype}"
+        )
     logits = logits.contiguous()
     uniform = None if uniform is None else uniform.contiguous()
     if logits.is_cpu:

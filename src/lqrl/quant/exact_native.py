@@ -91,7 +91,7 @@ def _self_test(library: Library) -> None:
     generator = torch.Generator().manual_seed(0)
     for m, n, k in ((1, 5, 3), (7, 37, 300)):
         x, weight = (torch.randint(-9, 10, shape, generator=generator).float() for shape in ((m, k), (n, k)))
-        packed, out = torch.empty(n, k), torch.empty(m, n)
+        packed, out = (torch.empty(*shape, dtype=torch.float32) for shape in ((n, k), (m, n)))
         library.pack(weight.data_ptr(), packed.data_ptr(), n, k, 4)
         library.linear(x.data_ptr(), packed.data_ptr(), None, out.data_ptr(), m, n, k, 0, 1)
         if not torch.equal(out.double(), x.double() @ weight.double().t()):
@@ -214,7 +214,7 @@ def logits(
 
 def rotary_table(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """`lqrl.quant.exact.rotary_table` of contiguous fp32 frequencies."""
-    cos, sin = torch.empty(2, length, len(frequencies))
+    cos, sin = torch.empty(2, length, len(frequencies), dtype=torch.float32)  # whatever the default dtype is
     library().rotary(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), length, len(frequencies))
     return cos, sin
 

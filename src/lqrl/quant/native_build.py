@@ -18,6 +18,9 @@ COMPILERS = ("cc", "gcc", "clang")
 # -ffp-contract=off: products and sums are rounded one by one where the source does not ask for a fused one.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
 BUILD_TIMEOUT_S = 120.0
+# A digest stands behind the library, where Linux's loader reads nothing.
+_SEALED = platform.system() == "Linux"
+_SEAL = hashlib.sha256().digest_size
 
 Loaded = TypeVar("Loaded")
 Opener = Callable[[ctypes.CDLL, Path], Loaded]
@@ -59,10 +62,10 @@ def build(source: Path, headers: Sequence[Path], flags: Sequence[str], opener: O
         with tempfile.TemporaryDirectory(prefix="lqrl-") as scratch:
             return _open(_compile(command, source, Path(scratch) / name), opener)
     path = folder / name
-    if path.exists():
+    if path.exists() and _is_whole(path):
         try:
             return _open(path, opener)
-        except BuildError:  # made by a machine with another libc, or damaged: build it again
+        except BuildError:  # made by a machine with another libc: build it again
             pass
     return _open(_compile(command, source, path), opener)
 
@@ -77,7 +80,9 @@ def find_compiler() -> str:
         found = shutil.which(name)
         if found is not None:
             return found
-    raise BuildError(f"no C compiler on PATH (looked for {', '.join(COMPILERS)})")
+    raise BuildError(
+        f"no C compiler on PATH (looked for {', '.join(COMPILERS)}): install one, for example with apt-get install gcc"
+    )
 
 
 def _run(command: list[str]) -> str:
@@ -117,15 +122,24 @@ def _compile(command: list[str], source: Path, path: Path) -> Path:
     os.close(handle)
     try:
         _run([*command, "-o", scratch, str(source), "-lm"])
+        if _SEALED:
+            made = Path(scratch).read_bytes()
+            Path(scratch).write_bytes(made + hashlib.sha256(made).digest())
         os.replace(scratch, path)  # atomic: several processes may build at once
     finally:
         Path(scratch).unlink(missing_ok=True)
     return path
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a library is as it was built; loading one that was cut short would kill the process."""
+    held = path.read_bytes()
+    return not _SEALED or hashlib.sha256(held[:-_SEAL]).digest() == held[-_SEAL:]
+
+
 def _open(path: Path, opener: Opener[Loaded]) -> Loaded:
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
+        return opener(library, path)
+    except (OSError, AttributeError) as error:  # no library, or another one
         raise BuildError(f"cannot load {path}: {error}") from error
-    return opener(library, path)
