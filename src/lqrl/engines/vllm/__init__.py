@@ -1,5 +1,6 @@
-"""Rollouts by vLLM, in this process; the one package that imports vllm."""
+"""Rollouts by vLLM, in this process or by servers; the one package that imports vllm."""
 
 from lqrl.engines.vllm.engine import VLLMEngine, VLLMEngineFactory
+from lqrl.engines.vllm.server import VLLMServerEngine, VLLMServerEngineFactory
 
-__all__ = ["VLLMEngine", "VLLMEngineFactory"]
+__all__ = ["VLLMEngine", "VLLMEngineFactory", "VLLMServerEngine", "VLLMServerEngineFactory"]

@@ -40,7 +40,7 @@ _OWNED = {
     "generation_config": "model.init_args.sampling",
     "override_generation_config": "model.init_args.sampling",
     "distributed_executor_backend": "the engine, which runs in this process",
-    "tensor_parallel_size": "the engine, which has one device",
+    "tensor_parallel_size": "the engine, which has one device, or the `cards` of a server",
     "pipeline_parallel_size": "the engine, which has one device",
     "data_parallel_size": "the engine, which has one device",
     "speculative_config": "the engine: a sample must depend on its own seed alone",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from hashlib import sha1
 from pathlib import Path
 from typing import Any, Literal
@@ -16,36 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import (
-    Digests,
-    EngineFactory,
-    EngineSpec,
-    NamedTensors,
-    RefreshError,
-    RolloutEngine,
-    StaleEngineError,
-)
-from lqrl.engines.torch import EngineStats
+from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
 from lqrl.engines.vllm import process, reload
 from lqrl.engines.vllm.arguments import engine_arguments
-from lqrl.engines.vllm.coverage import changed_fractions, receive
+from lqrl.engines.vllm.guard import PROBE_LOGPROBS, GuardedEngine
 from lqrl.engines.vllm.patches import install_patches
-from lqrl.engines.vllm.requests import (
-    Generated,
-    Sample,
-    check_prompts,
-    completion,
-    grouped,
-    samples,
-    sampling_fields,
-)
-from lqrl.engines.vllm.served import ServedModel
+from lqrl.engines.vllm.requests import Generated, Sample, sampling_fields
+from lqrl.engines.vllm.served import ServedModel, check_spec
 from lqrl.engines.vllm.truncation import SAMPLE, TOP_K, TOP_P, MassRecord, truncating_processor
 from lqrl.engines.vllm.versions import device_type, import_vllm
-from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
-
-_PROBE_TOKENS = 8
-_PROBE_LOGPROBS = 5
+from lqrl.types import Completion, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,7 @@ class VLLMEngineFactory(EngineFactory):
         return VLLMEngine(spec, self)
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(GuardedEngine):
     """A vLLM that this process drives: weights through its layerwise reload, tokens in and tokens out.
 
     Differs from `lqrl.engines.TorchEngine`: a sample's random numbers come from vLLM's generator under a seed of the
@@ -116,24 +95,18 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(self, spec: EngineSpec, options: VLLMEngineFactory) -> None:
-        if spec.exact:
-            raise NotImplementedError("vLLM's log-probs depend on the batch; exact: true needs TorchEngineFactory")
-        if spec.lora is not None:
-            raise NotImplementedError("the vLLM engine holds no adapters; set lora.refresh to merge")
+        check_spec(spec)
         vllm = import_vllm(allow_untested=options.allow_untested_version)
         platform = device_type()
         process.check_process(spec, platform)
-        self.spec, self.options = spec, options
-        self.patches = install_patches(vllm.__version__, platform)
         # On a CPU kernels keep a copy of every matrix, the head's too.
-        self.served = ServedModel(spec, unties=platform == "cpu", fp32_head=options.fp32_head)
-        self.policy_version = -1
-        self._refusal: str | None = "it has no weights yet; call update_weights first"
+        served = ServedModel(spec, unties=platform == "cpu", fp32_head=options.fp32_head)
+        super().__init__(spec, served, count_changes=options.count_changes)
+        self.options = options
+        self.patches = install_patches(vllm.__version__, platform)
         self._broken: str | None = None
         self._asleep = False
         self._masses = MassRecord()
-        self._sent: dict[str, Tensor] = {}
-        self._stats = EngineStats()
         self._vllm = vllm
         self._llm = self._launch()
         self._finalizer = weakref.finalize(self, process.retire, self._llm)
@@ -159,11 +132,6 @@ class VLLMEngine(RolloutEngine):
                     f"{self.spec.dtype} on {self.spec.device}: {error}"
                 ) from error
 
-    @property
-    def stats(self) -> EngineStats:
-        """Tokens and seconds so far."""
-        return self._stats
-
     # ---------------------------------------------------------------- generation
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
@@ -177,27 +145,14 @@ class VLLMEngine(RolloutEngine):
             ValueError: see `lqrl.engines.vllm.requests.check_prompts`; or for truncation without ``record_log_mass``.
             RuntimeError: while asleep, after `close`, or when vLLM fails.
         """
-        self._check_ready()
+        return super().generate(prompts, params, seed=seed)
+
+    def _check_truncation(self, params: SamplingParams) -> None:
         if params.truncates and not self.options.record_log_mass:
             raise ValueError(
                 "vLLM does not report the mass that top_p and top_k keep; set record_log_mass: true in the engine, or "
                 "top_p: 1 and top_k: 0"
             )
-        if not prompts:
-            return []
-        eos = self.spec.eos_token_ids
-        check_prompts(
-            prompts, params, vocabulary=self.served.vocabulary, max_model_len=self.spec.max_model_len, eos=eos
-        )
-        drawn, started = samples(prompts, params, seed), time.perf_counter()
-        generated = self._draw(drawn, params)
-        done = [completion(sample, each, self.policy_version) for sample, each in zip(drawn, generated, strict=True)]
-        self._stats = EngineStats(
-            self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
-            self._stats.generated_tokens + sum(len(c.token_ids) for c in done),
-            self._stats.seconds + time.perf_counter() - started,
-        )
-        return grouped(done, params.counts(len(prompts)))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of given tokens under the weights that serve, at temperature 1.
@@ -253,45 +208,19 @@ class VLLMEngine(RolloutEngine):
     def _check_ready(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("the engine is closed; build a new one")
-        if self._refusal is not None:
-            raise StaleEngineError(f"the engine refuses to generate: {self._refusal}")
+        super()._check_ready()
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake() before generate()")
 
     # ---------------------------------------------------------------- refresh
 
-    def update_weights(
-        self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
-    ) -> RefreshReport:
-        """Load a complete set of weights in place; see `RolloutEngine.update_weights`.
-
-        Raises:
-            RefreshError: see there; the engine refuses to generate until a refresh succeeds. Also for ``frozen``
-                tensors: vLLM loads whole layers.
-        """
-        started = time.perf_counter()
-        self.policy_version = -1
-        self._refusal = "its last refresh did not complete; send a complete set of weights"
-        try:
-            report = self._refresh(weights, policy_version, frozen)
-        except RefreshError as error:
-            self._refusal = f"its last refresh failed ({error})"
-            raise
-        self._refusal = None
-        self.policy_version = policy_version
-        return replace(report, seconds=time.perf_counter() - started)
-
-    def _refresh(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
+    def _check_refreshable(self) -> None:
         if self._broken is not None or not self._finalizer.alive:
             raise RefreshError(self._broken or "the engine is closed; build a new one")
         if self._asleep:
             raise RefreshError("the engine is asleep; call wake() before update_weights()")
-        if policy_version < 0:
-            raise RefreshError(f"policy_version must be >= 0, got {policy_version}")
-        if frozen:
-            raise RefreshError("vLLM loads whole layers: send every tensor, and declare none frozen")
-        counts = self.options.count_changes
-        received = receive(weights, self.served.tensors, self.served.aliases, keep=counts)
+
+    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
         (before,) = self._llm.collective_rpc(reload.addresses)
         self._reload(received)
         (after,) = self._llm.collective_rpc(reload.addresses)
@@ -300,17 +229,7 @@ class VLLMEngine(RolloutEngine):
             raise RefreshError(f"storage moved during the refresh: {', '.join(moved[:5])}")
         if not self._llm.reset_prefix_cache():
             raise RefreshError("vLLM kept prefixes of the old weights: a request was still running")
-        elements, codes = changed_fractions(self._sent, received) if counts else (math.nan, math.nan)
-        self._sent = received if counts else {}
-        return RefreshReport(
-            policy_version=policy_version,
-            tensors=len(received),
-            elements=sum(t.numel() for t in received.values()),
-            elements_changed_fraction=elements,
-            codes_changed_fraction=codes,
-            seconds=0.0,
-            digest=self._digest(),
-        )
+        return self._digest()
 
     def _reload(self, received: dict[str, Tensor]) -> None:
         """Hand a complete set to vLLM; what it does not finish is ended, or the engine is given up."""
@@ -318,7 +237,8 @@ class VLLMEngine(RolloutEngine):
         # Lightning validates in inference mode; tensors made there could not be written again outside it.
         try:
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
-                self._llm.collective_rpc(reload.reload_weights, args=(stream, self.served.may_miss))
+                (missed,) = self._llm.collective_rpc(reload.reload_weights, args=(stream,))
+                reload.check_loaded(missed, self.served.may_miss)
         except BaseException as error:
             self._abandon(error)
             if isinstance(error, RefreshError) or not isinstance(error, Exception):
@@ -338,10 +258,9 @@ class VLLMEngine(RolloutEngine):
         The latter sees weights that kernels keep to themselves, and is refused when it is not finite.
         """
         held = self._llm.collective_rpc(reload.model_digest)[0]
-        tokens = [i % self.served.vocabulary for i in range(min(_PROBE_TOKENS, self.spec.max_model_len - 2))]
-        asked = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": _PROBE_LOGPROBS}
+        asked = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": PROBE_LOGPROBS}
         try:
-            (output,) = self._run([tokens], [asked])
+            (output,) = self._run([self._probe], [asked])
         except Exception as error:
             raise RefreshError(f"vLLM cannot compute with the weights: {error}") from error
         said = output.outputs[0].logprobs.logprobs

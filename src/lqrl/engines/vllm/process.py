@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lqrl.engines.base import EngineSpec
-from lqrl.quant.scheme import TensorFormat
+from lqrl.quant.scheme import QuantScheme, TensorFormat
 
 _MXFP4 = TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0")
 
@@ -43,19 +43,45 @@ def check_process(spec: EngineSpec, platform: str) -> None:
             "with CUDA_VISIBLE_DEVICES"
         )
     if platform == "cpu":
-        _check_cpu_attention(spec)
-    elif spec.scheme.weight == _MXFP4 and torch.cuda.get_device_capability(spec.device) >= (10, 0):
-        raise ValueError(
-            f"scheme {spec.scheme.name!r}: on this card vLLM quantizes the activations too; take nvfp4_w4a16"
-        )
+        check_cpu_attention(spec)
+    elif spec.scheme.weight == _MXFP4:
+        check_card(spec.scheme, torch.cuda.get_device_capability(spec.device))
+    check_ranks("vLLM in this process knows a single rank")
+
+
+def check_ranks(reason: str) -> None:
+    """Refuse a run of several ranks.
+
+    Args:
+        reason: what the error says first.
+
+    Raises:
+        NotImplementedError: in a run of several.
+    """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise NotImplementedError(
-            "vLLM in this process knows a single rank; train with trainer.devices: 1, or take "
-            "lqrl.engines.TorchEngineFactory"
-        )
+        raise NotImplementedError(f"{reason}; train with trainer.devices: 1, or take lqrl.engines.TorchEngineFactory")
 
 
-def _check_cpu_attention(spec: EngineSpec) -> None:
+def check_card(scheme: QuantScheme, capability: Sequence[int]) -> None:
+    """Refuse a card on which vLLM makes another function of ``scheme``.
+
+    Args:
+        scheme: the learner's.
+        capability: major and minor number of the card.
+
+    Raises:
+        ValueError: for mxfp4 where there are products of it.
+    """
+    if scheme.weight == _MXFP4 and tuple(capability) >= (10, 0):
+        raise ValueError(f"scheme {scheme.name!r}: on this card vLLM quantizes the activations too; take nvfp4_w4a16")
+
+
+def check_cpu_attention(spec: EngineSpec) -> None:
+    """Refuse heads of a width that the CPU kernels of the installed vLLM do not have.
+
+    Raises:
+        ValueError: naming those they have.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = spec.config.get_text_config(decoder=True)

@@ -2,7 +2,7 @@
 
 vLLM reports weights that did not come for unquantized models only, and in its log; a layer that got none keeps its old
 ones, one that got some is completed with memory that nobody wrote. So what is sent is complete before it is sent, and
-here every parameter is checked to have been loaded.
+here every parameter that was not loaded is named.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from lqrl.engines.digest import digest
 from lqrl.engines.transaction import all_tensors
 
 
-def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]], may_miss: Callable[[str], bool]) -> None:
+def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Load a complete set of weights, by the names of a checkpoint.
 
     Args:
         worker: vLLM's.
         weights: all of them, layer by layer.
-        may_miss: whether a parameter of this name need not be loaded.
 
-    Raises:
-        RefreshError: when vLLM did not load one of its parameters.
+    Returns:
+        Names of the parameters that vLLM did not load; see `check_loaded`.
     """
     model: Any = worker.get_model()
     load = model.load_weights
@@ -44,9 +43,22 @@ def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]], may_miss:
         worker.reload_weights(weights_iterator=iter(weights))
     finally:
         del model.load_weights
-    missed = sorted(name for name in wanted - loaded if not may_miss(name))
-    if missed:
-        raise RefreshError(f"vLLM did not load {', '.join(missed[:5])}; its model has other names for them")
+    return sorted(wanted - loaded)
+
+
+def check_loaded(missed: Iterable[str], may_miss: Callable[[str], bool]) -> None:
+    """Refuse what `reload_weights` left out.
+
+    Args:
+        missed: what it returned.
+        may_miss: whether a parameter of this name need not be loaded.
+
+    Raises:
+        RefreshError: naming the others.
+    """
+    unloaded = [name for name in missed if not may_miss(name)]
+    if unloaded:
+        raise RefreshError(f"vLLM did not load {', '.join(unloaded[:5])}; its model has other names for them")
 
 
 def abandon_reload(worker: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ _TOKEN_HEAD = {
 # What vLLM's attention has beside the scales of a calibrated cache; 1 and 0 where nothing is loaded.
 _ATTENTION_SCALES = frozenset({"q_scale", "prob_scale", "q_zero_point", "k_zero_point", "v_zero_point"})
 _WITH_CACHE_SCALES = _ATTENTION_SCALES | set(SCALE_NAMES)
+
+
+def check_spec(spec: EngineSpec) -> None:
+    """Refuse what no vLLM does.
+
+    Raises:
+        NotImplementedError: for exact mode, or adapters beside the weights.
+    """
+    if spec.exact:
+        raise NotImplementedError("vLLM's log-probs depend on the batch; exact: true needs TorchEngineFactory")
+    if spec.lora is not None:
+        raise NotImplementedError("the vLLM engine holds no adapters; set lora.refresh to merge")
 
 
 def served_scheme(scheme: QuantScheme) -> QuantScheme:
@@ -161,6 +174,12 @@ class ServedModel:
             if self._shares_scale and last == "weight_scale" and prefix in self.targets:
                 tensor = tensor.reshape(1, 1).expand(self.tensors[f"{prefix}.weight"].shape[0], 1)
             yield name, tensor
+
+
+def described(config: PretrainedConfig) -> dict[str, Any]:
+    """What decides how a model of this config is held and computed, as JSON has it."""
+    fields = ("architectures", "quantization_config", "tie_word_embeddings", "head_dtype")
+    return json.loads(json.dumps({name: getattr(config, name, None) for name in fields}, default=str))
 
 
 def _without_weights(spec: EngineSpec) -> PreTrainedModel:

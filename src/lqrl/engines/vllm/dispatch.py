@@ -1,0 +1,135 @@
+"""Sharing requests among servers: each takes the next one when it is free, and what a lost server had goes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Condition, Event
+from typing import Any, Protocol
+
+from lqrl.engines.vllm.peer import PeerLost
+
+
+class Server(Protocol):
+    """What `share` needs of a server."""
+
+    @property
+    def width(self) -> int:
+        """Requests that it has at a time."""
+        ...
+
+    def interrupt(self) -> None:
+        """Make all requests that are under way fail."""
+        ...
+
+
+@dataclass
+class Loss:
+    """A server that was lost while it had work.
+
+    Attributes:
+        reason: what its first failure said.
+        requests: how many requests it gave back.
+    """
+
+    reason: str
+    requests: int = 0
+
+
+@dataclass
+class Shares:
+    """What came of a list of requests.
+
+    Attributes:
+        answers: by request; those of a list whose servers were all lost are not complete.
+        sources: which server answered, by request.
+        lost: by server.
+    """
+
+    answers: dict[int, Any] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, Loss] = field(default_factory=dict)
+
+
+class _Work:
+    """The requests that nobody has, and the answers; every one is in one place at any time."""
+
+    def __init__(self, requests: Sequence[int]) -> None:
+        self.shares = Shares()
+        self.over = Event()  # all answered, or nothing more is to be asked
+        self.failure: BaseException | None = None
+        self._waiting, self._all = deque(requests), len(requests)
+        self._changed = Condition()
+
+    def take(self, server: int) -> int | None:
+        """A request for ``server``; waits while the others have all that is left, since they may give it back."""
+        with self._changed:
+            while not self.over.is_set() and server not in self.shares.lost:
+                if self._waiting:
+                    return self._waiting.popleft()
+                self._changed.wait()
+            return None
+
+    def answer(self, server: int, request: int, answer: Any) -> None:
+        with self._changed:
+            if self.over.is_set():
+                return
+            self.shares.answers[request], self.shares.sources[request] = answer, server
+            if len(self.shares.answers) == self._all:
+                self.stop()
+
+    def give_back(self, server: int, request: int, reason: str) -> None:
+        with self._changed:
+            if not self.over.is_set():
+                self._waiting.appendleft(request)
+                self.shares.lost.setdefault(server, Loss(reason)).requests += 1
+                self._changed.notify_all()
+
+    def stop(self, failure: BaseException | None = None) -> None:
+        with self._changed:
+            self.failure = self.failure or failure
+            self.over.set()
+            self._changed.notify_all()
+
+
+def share(requests: Sequence[int], servers: Sequence[Server], ask: Callable[[int, int, Event], Any]) -> Shares:
+    """Have every request answered once, by whichever server is free.
+
+    Args:
+        requests: their numbers, each once.
+        servers: at least one.
+        ask: ``ask(server, request, over)`` gives the answer, or raises `PeerLost` when that server is lost; another
+            error ends everything and is raised here. ``over`` is set when no answer is wanted any more.
+
+    Returns:
+        The answers. They are complete unless all servers were lost.
+    """
+    work = _Work(requests)
+    if not requests:
+        return work.shares
+
+    def serve(server: int) -> None:
+        while (request := work.take(server)) is not None:
+            try:
+                work.answer(server, request, ask(server, request, work.over))
+            except PeerLost as error:
+                work.give_back(server, request, str(error))
+            except BaseException as error:
+                work.stop(error)
+
+    threads = [i for i, server in enumerate(servers) for _ in range(min(server.width, len(requests)))]
+    with ThreadPoolExecutor(len(threads), "lqrl-replica") as pool:
+        try:
+            for future in [pool.submit(serve, server) for server in threads]:
+                while not work.over.is_set() and not future.done():
+                    work.over.wait(0.1)
+        finally:
+            # also on an interrupt, or the threads would be waited for until their servers answer
+            work.stop()
+            for server in servers:
+                server.interrupt()
+    if work.failure is not None:
+        raise work.failure
+    return work.shares

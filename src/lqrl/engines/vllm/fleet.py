@@ -1,0 +1,216 @@
+"""All replicas of an engine: work is shared among those that serve, and weights go to all of them or to none."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lqrl.engines.base import RefreshError
+from lqrl.engines.vllm.dispatch import share
+from lqrl.engines.vllm.peer import PeerLost, PeerRefusal
+from lqrl.engines.vllm.replica import Loaded, Replica
+from lqrl.engines.vllm.transfer import write_weights
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ReplicasLostError(RuntimeError):
+    """No replica is left that could generate."""
+
+
+class Fleet:
+    """The replicas, and which of them are lost.
+
+    Args:
+        start_timeout_s: seconds for a server that is started here.
+    """
+
+    def __init__(self, start_timeout_s: float) -> None:
+        self.replicas: list[Replica] = []
+        self.lost: dict[Replica, str] = {}
+        self._check: Callable[[Mapping[str, Any]], None] = lambda facts: None
+        self._start_timeout_s = start_timeout_s
+
+    def add(self, replicas: Sequence[Replica], check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take in replicas, which are lost until `revive` finds them.
+
+        Args:
+            replicas: all of them.
+            check: gets what a replica says of itself, and raises for one that serves something else.
+        """
+        self.replicas, self._check = list(replicas), check
+        self.lost = dict.fromkeys(replicas, "it was not asked yet")
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that are not lost."""
+        return [replica for replica in self.replicas if replica not in self.lost]
+
+    def why(self) -> str:
+        """What became of the lost ones."""
+        return "; ".join(f"{replica.url}: {reason}" for replica, reason in self.lost.items())
+
+    def _lose(self, replica: Replica, reason: str, redone: int) -> None:
+        self.lost[replica] = reason
+        left = len(self.serving)
+        warnings.warn(
+            f"replica {replica.url} is lost ({reason}); {redone} of its requests are to be redone, {left} of "
+            f"{len(self.replicas)} replicas are left",
+            stacklevel=2,
+        )
+
+    # ---------------------------------------------------------------- start and return
+
+    def revive(self) -> None:
+        """Take back lost replicas that answer; those of this machine that do not are started anew.
+
+        One that comes back has no weights. One that does not stays lost, with a new reason.
+        """
+        waiting = [replica for replica in self.replicas if replica in self.lost and not self._answers(replica)]
+        for replica in waiting:
+            replica.start()
+        deadline = time.monotonic() + self._start_timeout_s
+        for replica in waiting:
+            try:
+                replica.wait(deadline)
+            except RuntimeError as error:
+                self.lost[replica] = str(error)
+            else:
+                self._answers(replica)
+        for replica, reason in self.lost.items():
+            log.warning("replica %s is lost: %s", replica.url, reason)
+
+    def _answers(self, replica: Replica) -> bool:
+        """Whether a lost replica can be used as it is; it is lost no longer then."""
+        if not replica.usable():
+            return False
+        try:
+            self._check(replica.facts())
+        except (ValueError, RuntimeError) as error:
+            self.lost[replica] = str(error)
+            return False
+        log.info("replica %s answers", replica.url)
+        del self.lost[replica]
+        return True
+
+    def close(self) -> None:
+        """Stop the servers that were started here."""
+        for replica in self.replicas:
+            replica.stop()
+            self.lost[replica] = "it is closed"
+
+    # ---------------------------------------------------------------- generation
+
+    def answers(self, bodies: Sequence[Mapping[str, Any]], version: str) -> list[Any]:
+        """What the replicas say to each of ``bodies``, by weights of ``version`` and no other.
+
+        A replica of another version is lost, and so is one that has another version when it has answered, or none
+        because it does not answer any more: what it said is not used.
+
+        Raises:
+            ReplicasLostError: when none is left.
+            RuntimeError: when one does not take a request.
+        """
+        found: dict[int, Any] = {}
+        self._drop_other_versions(version, {})
+        while missing := [i for i in range(len(bodies)) if i not in found]:
+            serving = self.serving
+            if not serving:
+                raise ReplicasLostError(
+                    f"{len(found)} of {len(bodies)} requests were answered and no replica is left: {self.why()}"
+                )
+
+            def ask(server: int, request: int, over: Event, serving: list[Replica] = serving) -> Any:
+                try:
+                    return serving[server].complete(bodies[request], over)
+                except PeerRefusal as error:
+                    raise RuntimeError(f"{serving[server].url}: {error}") from error
+
+            shares = share(missing, serving, ask)
+            sources = {i: serving[server] for i, server in shares.sources.items()}
+            for server, loss in shares.lost.items():
+                answered = sum(source is serving[server] for source in sources.values())
+                self._lose(serving[server], loss.reason, loss.requests + answered)
+            self._drop_other_versions(version, sources)
+            found |= {i: answer for i, answer in shares.answers.items() if sources[i] not in self.lost}
+        return [found[i] for i in range(len(bodies))]
+
+    def _drop_other_versions(self, version: str, sources: Mapping[int, Replica]) -> None:
+        for replica in self.serving:
+            redone = sum(source is replica for source in sources.values())
+            try:
+                found = replica.version()
+            except (PeerLost, PeerRefusal) as error:
+                self._lose(replica, str(error), redone)
+                continue
+            if found != version:
+                self._lose(replica, f"its weights are version {found!r}, wanted is {version!r}", redone)
+
+    # ---------------------------------------------------------------- refresh
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], probe: Sequence[int], shared: str | None) -> Loaded:
+        """Have all replicas that serve load ``weights``.
+
+        Args:
+            weights: a complete set, by the names of a checkpoint.
+            probe: tokens to compute something with.
+            shared: directory for the files on their way; ``None`` is this machine's for temporary files.
+
+        Returns:
+            What each of them holds.
+
+        Raises:
+            RefreshError: when one fails, or they hold different weights; none has a version then.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=shared) as directory:
+                write_weights(weights, Path(directory))
+                loaded = self._all("refresh", lambda replica: replica.load(Path(directory), probe))
+        except OSError as error:
+            raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
+        digests = {each.digest for each in loaded}
+        if len(digests) > 1:
+            raise RefreshError("the replicas hold different tensors after the same weights; serve all of them alike")
+        return loaded[0]
+
+    def stamp(self, version: str) -> None:
+        """Say to all replicas that serve which weights they have.
+
+        Raises:
+            RefreshError: when one does not take it.
+        """
+        self._all("version", lambda replica: replica.stamp(version))
+
+    def _all(self, what: str, do: Callable[[Replica], T]) -> list[T]:
+        """Do something with all replicas that serve, at the same time."""
+        serving = self.serving
+        if not serving:
+            raise RefreshError(f"no replica answers: {self.why()}")
+
+        def attempt(replica: Replica) -> T | Exception:
+            try:
+                return do(replica)
+            except RuntimeError as error:
+                return error
+
+        with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool:
+            outcomes = list(pool.map(attempt, serving))
+        failures = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, Exception)}
+        for replica, failure in failures.items():
+            if isinstance(failure, PeerLost) or replica.broken:
+                self.lost[replica] = str(failure)
+        if failures:
+            reasons = "; ".join(f"{replica.url}: {failure}" for replica, failure in failures.items())
+            raise RefreshError(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
+        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]

@@ -1,0 +1,144 @@
+"""What the vLLM engines have in common: they check what they are asked, and refuse to generate without good weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lqrl.engines.base import Digests, EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
+from lqrl.engines.torch import EngineStats
+from lqrl.engines.vllm.coverage import changed_fractions, receive
+from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, completion, grouped, samples
+from lqrl.engines.vllm.served import ServedModel
+from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
+
+PROBE_LOGPROBS = 5
+"""Most likely tokens, whose log-probs are part of a refresh's digest."""
+
+
+class GuardedEngine(RolloutEngine):
+    """An engine that holds a complete set of weights whenever it generates.
+
+    Args:
+        spec: what it was built for.
+        served: the policy as vLLM holds it.
+        count_changes: keep a copy of what is sent, to count what the next refresh changes.
+    """
+
+    def __init__(self, spec: EngineSpec, served: ServedModel, *, count_changes: bool) -> None:
+        self.spec, self.served = spec, served
+        self.policy_version = -1
+        self._refusal: str | None = "it has no weights yet; call update_weights first"
+        self._counts_changes = count_changes
+        self._sent: dict[str, Tensor] = {}
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Tokens and seconds so far."""
+        return self._stats
+
+    @property
+    def _probe(self) -> list[int]:
+        """Tokens that are computed with after a refresh."""
+        return [i % self.served.vocabulary for i in range(min(8, self.spec.max_model_len - 2))]
+
+    # ---------------------------------------------------------------- generation
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
+        """Draw completions; see `RolloutEngine.generate`.
+
+        Raises:
+            StaleEngineError: without good weights.
+            ValueError: see `lqrl.engines.vllm.requests.check_prompts`; or for truncation that is not to be had.
+            RuntimeError: after `close`, or when vLLM fails.
+        """
+        self._check_ready()
+        self._check_truncation(params)
+        if not prompts:
+            return []
+        check_prompts(
+            prompts,
+            params,
+            vocabulary=self.served.vocabulary,
+            max_model_len=self.spec.max_model_len,
+            eos=self.spec.eos_token_ids,
+        )
+        drawn, started = samples(prompts, params, seed), time.perf_counter()
+        generated = self._draw(drawn, params)
+        done = [completion(sample, each, self.policy_version) for sample, each in zip(drawn, generated, strict=True)]
+        self._stats = EngineStats(
+            self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
+            self._stats.generated_tokens + sum(len(c.token_ids) for c in done),
+            self._stats.seconds + time.perf_counter() - started,
+        )
+        return grouped(done, params.counts(len(prompts)))
+
+    @abstractmethod
+    def _check_truncation(self, params: SamplingParams) -> None:
+        """Refuse ``top_p`` and ``top_k`` where the mass they keep would not be known."""
+
+    @abstractmethod
+    def _draw(self, drawn: Sequence[Sample], params: SamplingParams) -> list[Generated]:
+        """What vLLM says of each sample."""
+
+    def _check_ready(self) -> None:
+        if self._refusal is not None:
+            raise StaleEngineError(f"the engine refuses to generate: {self._refusal}")
+
+    # ---------------------------------------------------------------- refresh
+
+    def update_weights(
+        self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
+    ) -> RefreshReport:
+        """Load a complete set of weights in place; see `RolloutEngine.update_weights`.
+
+        Raises:
+            RefreshError: see there; the engine refuses to generate until a refresh succeeds. Also for ``frozen``
+                tensors: vLLM loads whole layers.
+        """
+        started = time.perf_counter()
+        self.policy_version = -1
+        self._refusal = "its last refresh did not complete; send a complete set of weights"
+        try:
+            report = self._refresh(weights, policy_version, frozen)
+        except RefreshError as error:
+            self._refusal = f"its last refresh failed ({error})"
+            raise
+        self._refusal = None
+        self.policy_version = policy_version
+        return replace(report, seconds=time.perf_counter() - started)
+
+    def _refresh(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
+        self._check_refreshable()
+        if policy_version < 0:
+            raise RefreshError(f"policy_version must be >= 0, got {policy_version}")
+        if frozen:
+            raise RefreshError("vLLM loads whole layers: send every tensor, and declare none frozen")
+        counts = self._counts_changes
+        received = receive(weights, self.served.tensors, self.served.aliases, keep=counts)
+        digest = self._load(received, policy_version)
+        elements, codes = changed_fractions(self._sent, received) if counts else (math.nan, math.nan)
+        self._sent = received if counts else {}
+        return RefreshReport(
+            policy_version=policy_version,
+            tensors=len(received),
+            elements=sum(t.numel() for t in received.values()),
+            elements_changed_fraction=elements,
+            codes_changed_fraction=codes,
+            seconds=0.0,
+            digest=digest,
+        )
+
+    @abstractmethod
+    def _check_refreshable(self) -> None:
+        """Refuse a refresh that cannot succeed."""
+
+    @abstractmethod
+    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
+        """Have vLLM hold a complete set and nothing of an earlier one; the digest of what it holds."""

@@ -1,0 +1,149 @@
+"""Starting and stopping vLLM servers on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
+
+HOST = "127.0.0.1"
+_EXTENSION = "lqrl.engines.vllm.worker.ServedWorker"
+_LOG_LINES = 15
+_STOP_S = 10.0
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of ``vllm.LLM`` as flags of its server; ``None`` is left out."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            flags += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, (list, tuple)):
+            flags += [f"--{flag}", *map(str, value)]
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+class ServerProcess:
+    """A vLLM server in a process group of its own, which ends with this process.
+
+    Args:
+        arguments: of ``vllm.LLM``.
+        log: file for what it prints.
+        cards: its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves those of this process.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], log: Path, cards: str | None = None) -> None:
+        self._arguments, self._log, self._cards = arguments, log, cards
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        """Where it answers once it is up."""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start it, after stopping what is left of it."""
+        self.stop()
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+        if self._cards is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._cards
+        # A training process that is itself part of a torch.distributed run must not make the server part of it.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        flags = command_line({**self._arguments, "host": HOST, "port": self.port, "worker_extension_cls": _EXTENSION})
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lqrl.engines.vllm.keeper", *flags],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is not running."""
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def group(self) -> int:
+        """Its process group.
+
+        Raises:
+            RuntimeError: when it was not started.
+        """
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process.pid
+
+    def wait(self, deadline: float) -> None:
+        """Wait until it answers.
+
+        Args:
+            deadline: of `time.monotonic`.
+
+        Raises:
+            RuntimeError: when it ends before, or is not ready in time; with the end of its log.
+        """
+        while not self._answers():
+            if self.ended:
+                raise RuntimeError(f"the vLLM server on port {self.port} ended while it started: {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the vLLM server on port {self.port} is not up in time; raise start_timeout_s: {self.last_words()}"
+                )
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        try:
+            Peer(self.url, Patience(timeout_s=5)).get("/health", attempts=1)
+        except (PeerLost, PeerRefusal):
+            return False
+        return True
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
+        return "\n".join(["", *lines[-_LOG_LINES:]])
+
+    def stop(self) -> None:
+        """End it and its workers; does nothing when that has been done."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        # Workers may outlive the server that was killed.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,318 @@
+"""`VLLMServerEngine`: rollouts by vLLM servers, driven over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
+from lqrl.engines.vllm import wire
+from lqrl.engines.vllm.arguments import engine_arguments
+from lqrl.engines.vllm.engine import VLLMEngineFactory
+from lqrl.engines.vllm.fleet import Fleet, ReplicasLostError
+from lqrl.engines.vllm.guard import GuardedEngine
+from lqrl.engines.vllm.launch import ServerProcess
+from lqrl.engines.vllm.peer import Patience, PeerLost
+from lqrl.engines.vllm.process import check_card, check_cpu_attention, check_ranks
+from lqrl.engines.vllm.reload import check_loaded
+from lqrl.engines.vllm.replica import Replica
+from lqrl.engines.vllm.requests import Generated, Sample, sampling_fields
+from lqrl.engines.vllm.served import ServedModel, check_spec, described, kv_cache_dtype
+from lqrl.engines.vllm.versions import check_version, device_type, import_vllm
+from lqrl.types import SamplingParams
+
+_OF_STARTED = ("replicas", "cards", "gpu_memory_utilization", "kv_cache_bytes", "engine_args")
+
+
+@dataclass(frozen=True)
+class VLLMServerEngineFactory(EngineFactory):
+    """Options of the engine on vLLM servers.
+
+    Attributes:
+        urls: servers that run already, as ``http://host:port``. Empty: they are started on this machine, and stopped
+            with the engine.
+        replicas: how many servers are started.
+        cards: ``CUDA_VISIBLE_DEVICES`` of each of them, such as ``["1", "2,3"]``; several cards share a model by
+            tensor parallelism. Empty: each sees what this process sees.
+        max_num_seqs: most samples that one replica has at a time.
+        gpu_memory_utilization, kv_cache_bytes, engine_args: as in `VLLMEngineFactory`, for each server that is started.
+        count_changes, fp32_head, allow_untested_version: as in `VLLMEngineFactory`.
+        transfer_directory: where weights are put on their way, a directory that all servers see under the same name.
+            ``None`` is this machine's for temporary files.
+        timeout_s: seconds without a byte of an answer, until a request has failed.
+        attempts: times that a request is sent before its replica is lost.
+        backoff_s: seconds before it is sent again; each further pause is twice as long.
+        start_timeout_s: seconds for a server to start.
+
+    Raises:
+        ValueError: when a number is outside its range, or an option has no effect with ``urls``.
+    """
+
+    urls: list[str] = field(default_factory=list)
+    replicas: int = 1
+    cards: list[str] = field(default_factory=list)
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float | None = None
+    kv_cache_bytes: int | None = None
+    count_changes: bool = True
+    fp32_head: bool = False
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    allow_untested_version: bool = False
+    transfer_directory: str | None = None
+    timeout_s: float = 600.0
+    attempts: int = 4
+    backoff_s: float = 0.5
+    start_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 1), ("attempts", 1), ("backoff_s", 0)):
+            if self.__dict__[name] < least:
+                raise ValueError(f"VLLMServerEngineFactory.{name} must be at least {least}, got {self.__dict__[name]}")
+        for name in ("timeout_s", "start_timeout_s"):
+            if self.__dict__[name] <= 0:
+                raise ValueError(f"VLLMServerEngineFactory.{name} must be above 0, got {self.__dict__[name]}")
+        for option in fields(self) if self.urls else ():
+            if option.name in _OF_STARTED and self.__dict__[option.name] not in (option.default, [], {}):
+                raise ValueError(
+                    f"VLLMServerEngineFactory.{option.name} has no effect on servers that run already; remove it"
+                )
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"VLLMServerEngineFactory.urls names a server twice: {self.urls}")
+        if self.cards and len(self.cards) != self.replicas:
+            raise ValueError(
+                f"VLLMServerEngineFactory.cards lists {len(self.cards)} servers, replicas is {self.replicas}"
+            )
+        _ = self.each  # checks what the two factories have in common
+
+    @property
+    def each(self) -> VLLMEngineFactory:
+        """What one server is built with."""
+        return VLLMEngineFactory(
+            max_num_seqs=self.max_num_seqs,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_bytes=self.kv_cache_bytes,
+            fp32_head=self.fp32_head,
+            engine_args=self.engine_args,
+            allow_untested_version=self.allow_untested_version,
+        )
+
+    @property
+    def patience(self) -> Patience:
+        """How long a server is waited for."""
+        return Patience(self.timeout_s, self.attempts, self.backoff_s)
+
+    def __call__(self, spec: EngineSpec) -> VLLMServerEngine:
+        """Build an engine, starting its servers; it refuses to generate until its first refresh."""
+        return VLLMServerEngine(spec, self)
+
+
+class VLLMServerEngine(GuardedEngine):
+    """VLLM servers that generate the same as `VLLMEngine`, each with a copy of the weights.
+
+    Every sample is a request of its own, with its own seed, to whichever replica is free. A replica that is lost is
+    reported, and all that it had is done again by the others. A refresh reaches all replicas that answer, or the engine
+    refuses; lost ones that are back, or can be started again, take part in it.
+
+    Args:
+        spec: what to build; its device is the learner's.
+        options: see `VLLMServerEngineFactory`.
+
+    Raises:
+        ImportError: without vLLM, when servers are to be started.
+        RuntimeError: for a vLLM that is not tested or finds no device, or a server that does not start, does not answer
+            or holds another model.
+        ValueError: when vLLM has no such format, the first server cannot be refreshed, or an option is unknown or
+            decided elsewhere.
+        NotImplementedError: for exact mode, adapters beside the weights, or several ranks.
+    """
+
+    def __init__(self, spec: EngineSpec, options: VLLMServerEngineFactory) -> None:
+        check_spec(spec)
+        check_ranks("every rank would refresh the same servers")
+        self.options = options
+        self._directory = Path(tempfile.mkdtemp(prefix="lqrl-vllm-"))
+        fleet = Fleet(options.start_timeout_s)
+        self._finalizer = weakref.finalize(self, _retire, fleet, self._directory)
+        self._fleet = fleet
+        self._version = ""
+        try:
+            super().__init__(spec, self._gather(spec), count_changes=options.count_changes)
+            fleet.revive()
+        except BaseException:
+            self._finalizer()
+            raise
+        if fleet.lost:
+            message = f"{len(fleet.lost)} of {len(fleet.replicas)} vLLM servers cannot be used: {fleet.why()}"
+            self._finalizer()
+            raise RuntimeError(message)
+
+    def _gather(self, spec: EngineSpec) -> ServedModel:
+        """Put the replicas into the fleet, not started yet; the model as they hold it."""
+        options = self.options
+        if options.urls:
+            replicas = [Replica(url, options.patience, options.max_num_seqs) for url in options.urls]
+            platform = _platform(replicas[0])
+        else:
+            import_vllm(allow_untested=options.allow_untested_version)
+            replicas, platform = [], device_type()
+            if not platform:
+                raise RuntimeError("the installed vLLM finds no device here; install its CPU build, or give urls")
+        # What vLLM is asked for depends on where the servers run, not on where the learner does.
+        there = replace(spec, device=torch.device(platform))
+        served = ServedModel(there, unties=platform == "cpu", fp32_head=options.fp32_head)
+        if not options.urls:
+            replicas = self._processes(there, served)
+        self._fleet.add(replicas, _Check(there, served, options.allow_untested_version))
+        return served
+
+    def _processes(self, spec: EngineSpec, served: ServedModel) -> list[Replica]:
+        from vllm.engine.arg_utils import EngineArgs
+
+        options = self.options
+        if spec.device.type == "cpu":
+            check_cpu_attention(spec)
+        arguments = engine_arguments(spec, options.each, self._directory, frozenset(f.name for f in fields(EngineArgs)))
+        served.write_config(self._directory)
+        replicas = []
+        for i in range(options.replicas):
+            cards = options.cards[i] if options.cards else None
+            parallel = {}
+            if cards and "," in cards:
+                parallel = {"tensor_parallel_size": 1 + cards.count(","), "distributed_executor_backend": "mp"}
+            process = ServerProcess(arguments | parallel, self._directory / f"{i}.log", cards)
+            replicas.append(Replica(process.url, options.patience, options.max_num_seqs, process))
+        return replicas
+
+    @property
+    def serving(self) -> list[str]:
+        """URLs of the replicas that are not lost."""
+        return [replica.url for replica in self._fleet.serving]
+
+    # ---------------------------------------------------------------- generation
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs of given tokens; see `VLLMEngine.score`."""
+        self._check_ready()
+        asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
+        answers = self._answers([wire.request_body(tokens, asked) for tokens in sequences])
+        return [
+            torch.tensor([0.0, *wire.prompt_logprobs(answer, tokens)])
+            for answer, tokens in zip(answers, sequences, strict=True)
+        ]
+
+    def _check_truncation(self, params: SamplingParams) -> None:
+        if params.truncates:
+            raise ValueError(
+                "vLLM's servers do not report the mass that top_p and top_k keep; set top_p: 1 and top_k: 0, or take "
+                "lqrl.engines.vllm.VLLMEngineFactory with record_log_mass: true"
+            )
+
+    def _draw(self, drawn: Sequence[Sample], params: SamplingParams) -> list[Generated]:
+        asked = sampling_fields(params, self.spec.eos_token_ids)
+        bodies = [wire.request_body(sample.prompt.input_ids, asked | {"seed": sample.seed}) for sample in drawn]
+        return [
+            wire.generated(answer, sample.prompt.input_ids)
+            for answer, sample in zip(self._answers(bodies), drawn, strict=True)
+        ]
+
+    def _answers(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        try:
+            return self._fleet.answers(bodies, self._version)
+        except ReplicasLostError as error:
+            self._refusal, self.policy_version = f"{error}; start servers again and call update_weights", -1
+            raise
+
+    def _check_ready(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("the engine is closed; build a new one")
+        super()._check_ready()
+
+    # ---------------------------------------------------------------- refresh
+
+    def _check_refreshable(self) -> None:
+        if not self._finalizer.alive:
+            raise RefreshError("the engine is closed; build a new one")
+
+    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
+        """Both phases on all replicas: new weights, then, when all hold the same, their version."""
+        self._fleet.revive()
+        stream = self.served.checkpoint_stream(received)
+        loaded = self._fleet.load(stream, self._probe, self.options.transfer_directory)
+        check_loaded(loaded.missed, self.served.may_miss)
+        said = struct.pack(f"{len(loaded.said)}d", *loaded.said)
+        digest = sha1(loaded.digest.encode() + said, usedforsecurity=False).hexdigest()
+        self._version = f"{policy_version}-{digest[:16]}"
+        self._fleet.stamp(self._version)
+        return digest
+
+    def close(self) -> None:
+        """Stop the servers that were started here; others keep their weights."""
+        self._finalizer()
+        self._refusal, self.policy_version, self._sent = "it is closed; build a new one", -1, {}
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Whether a replica serves what it should."""
+
+    spec: EngineSpec
+    served: ServedModel
+    allow_untested_version: bool
+
+    def __call__(self, facts: Mapping[str, Any]) -> None:
+        """Look at what the replica says of itself.
+
+        Raises:
+            ValueError: when it holds another model, or another way to compute it.
+            RuntimeError: for a vLLM that is not tested.
+        """
+        if not self.allow_untested_version:
+            check_version(facts["vllm"])
+        if facts["capability"] is not None:
+            check_card(self.spec.scheme, facts["capability"])
+        if facts["platform"] != self.spec.device.type:
+            raise ValueError(f"it runs on {facts['platform']}, another replica on {self.spec.device.type}")
+        if facts["max_model_len"] < self.spec.max_model_len:
+            raise ValueError(
+                f"it has max_model_len {facts['max_model_len']}; start it with at least {self.spec.max_model_len}"
+            )
+        wanted = described(self.served.config) | {
+            "dtype": str(self.spec.dtype),
+            "kv_cache_dtype": kv_cache_dtype(self.spec.scheme, self.spec.device.type),
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "data_parallel_size": 1,
+            "speculative": False,
+        }
+        for name, value in wanted.items():
+            theirs = facts["served"][name]
+            if isinstance(value, dict) and isinstance(theirs, dict):  # vLLM adds entries of its own
+                theirs = {key: theirs.get(key) for key in value}
+            if theirs != value:
+                raise ValueError(
+                    f"it serves {name} {json.dumps(theirs)}, the recipe has {json.dumps(value)}; start it with the "
+                    "recipe's model, dtype and scheme, as docs/vllm.md says"
+                )
+
+
+def _platform(replica: Replica) -> str:
+    try:
+        return replica.facts()["platform"]
+    except PeerLost as error:
+        raise RuntimeError(f"no vLLM server answers at {replica.url}: {error}") from error
+
+
+def _retire(fleet: Fleet, directory: Path) -> None:
+    fleet.close()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,85 @@
+"""What the workers of a vLLM server do for `VLLMServerEngine`: methods that vLLM mixes into them.
+
+A server that lqrl did not start needs ``--worker-extension-cls lqrl.engines.vllm.worker.ServedWorker`` and
+``VLLM_SERVER_DEV_MODE=1``; then ``POST /collective_rpc`` reaches them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lqrl.engines.vllm import reload
+from lqrl.engines.vllm.patches import install_patches
+from lqrl.engines.vllm.served import described
+from lqrl.engines.vllm.transfer import read_weights
+from lqrl.engines.vllm.versions import device_type
+
+
+class ServedWorker:
+    """Mixed into vLLM's worker, whose attributes it reads. Arguments and results are JSON."""
+
+    lqrl_stamped = ""
+
+    def lqrl_facts(self) -> dict[str, Any]:
+        """What is served, and by which vLLM."""
+        config = _worker(self).vllm_config
+        platform = device_type()
+        return {
+            "vllm": import_module("vllm").__version__,
+            "platform": platform,
+            "capability": torch.cuda.get_device_capability() if platform == "cuda" else None,
+            "max_model_len": config.model_config.max_model_len,
+            "served": described(config.model_config.hf_config)
+            | {
+                "dtype": str(config.model_config.dtype),
+                "kv_cache_dtype": config.cache_config.cache_dtype,
+                "logprobs_mode": config.model_config.logprobs_mode,
+                "generation_config": config.model_config.generation_config,
+                "data_parallel_size": config.parallel_config.data_parallel_size,
+                "speculative": config.speculative_config is not None,
+            },
+        }
+
+    def lqrl_load(self, directory: str) -> dict[str, Any]:
+        """Load the complete set of weights in ``directory``.
+
+        Returns:
+            ``missed`` parameters that were not loaded, ``moved`` ones, and a ``digest`` of what is held; or an
+            ``error``, and whether the worker is ``broken``, so that no further load can succeed.
+        """
+        worker = _worker(self)
+        install_patches(import_module("vllm").__version__, device_type())
+        before = reload.addresses(worker)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                missed = reload.reload_weights(worker, read_weights(Path(directory)))
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}", "broken": not _abandoned(worker)}
+        after = reload.addresses(worker)
+        moved = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        return {"missed": missed, "moved": moved, "digest": reload.model_digest(worker)}
+
+    def lqrl_stamp(self, version: str) -> None:
+        """Note the version of the weights, for a vLLM that has no place for it."""
+        self.lqrl_stamped = version
+
+    def lqrl_version(self) -> dict[str, str]:
+        """What `lqrl_stamp` was told last."""
+        return {"version": self.lqrl_stamped}
+
+
+def _worker(mixed: ServedWorker) -> Any:
+    return mixed
+
+
+def _abandoned(worker: Any) -> bool:
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            reload.abandon_reload(worker)
+    except Exception:
+        return False  # what it says was caused by the first error, which is reported
+    return True

@@ -1,0 +1,222 @@
+"""`VLLMServerEngine` on real vLLM servers: it says what the engine in this process says, and servers are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytest.importorskip("uvicorn")  # of vLLM's servers
+import test_vllm_run
+from vllm_models import DEVICE, EOS, KV_BYTES, config_of, refreshed, weights_of
+
+from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
+from lqrl.engines.vllm import VLLMServerEngine, VLLMServerEngineFactory
+from lqrl.engines.vllm.fleet import ReplicasLostError
+from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.stream import StableTensors
+from lqrl.types import Completion, Prompt, SamplingParams
+
+pytestmark = pytest.mark.vllm
+
+wider = test_vllm_run.wider
+
+SPEC = EngineSpec(config_of("qwen3"), QuantScheme.preset("int8_w8a8"), torch.float32, DEVICE, 128, EOS)
+PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(4, 6 + 3 * i))) for i in range(4)]
+SHORT = SamplingParams(n=(3, 5, 1, 4), max_tokens=9, temperature=0.8)
+LONG = SamplingParams(n=12, max_tokens=100, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "backoff_s": 0.05}
+OF_SERVERS: dict[str, Any] = {"kv_cache_bytes": KV_BYTES, "engine_args": {"enforce_eager": True}}
+if DEVICE.type != "cpu":
+    OF_SERVERS["gpu_memory_utilization"] = 0.05
+
+
+def stream(seed: int = 0) -> StableTensors:
+    return weights_of("qwen3", SPEC.scheme, SPEC.dtype, seed)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]:
+    """An engine with two servers of its own."""
+    directory = str(tmp_path_factory.mktemp("transfer"))
+    engine = VLLMServerEngineFactory(replicas=2, transfer_directory=directory, **OPTIONS, **OF_SERVERS)(SPEC)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(started: VLLMServerEngine) -> VLLMServerEngine:
+    """The same engine after a refresh, which starts servers anew that a test has killed."""
+    started.update_weights(stream(), policy_version=5)
+    assert len(started.serving) == 2
+    return started
+
+
+def flat(groups: list[list[Completion]]) -> list[Completion]:
+    return [c for group in groups for c in group]
+
+
+def check_same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
+    assert [(c.prompt_id, c.sample_index) for c in flat(a)] == [(c.prompt_id, c.sample_index) for c in flat(b)]
+    for x, y in zip(flat(a), flat(b), strict=True):
+        assert torch.equal(x.token_ids, y.token_ids)
+        torch.testing.assert_close(x.logprobs, y.logprobs, rtol=0, atol=1e-5)
+        assert x.finish_reason == y.finish_reason
+
+
+def version_of(url: str) -> str:
+    with urlopen(f"{url}/weight_info", timeout=10) as answer:
+        return json.load(answer)["weight_version"]
+
+
+def kill(engine: VLLMServerEngine, url: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """Signal a server and its workers."""
+    (replica,) = (replica for replica in engine._fleet.replicas if replica.url == url)
+    assert replica._process is not None
+    os.killpg(replica._process.group, how)
+
+
+def when(condition: Callable[[], bool], then: Callable[[], Any]) -> threading.Thread:
+    """Do something as soon as a condition holds, beside what the test does."""
+
+    def follow() -> None:
+        deadline = time.monotonic() + 30
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        then()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    return thread
+
+
+# ---------------------------------------------------------------- what they say
+
+
+def test_it_says_what_the_engine_in_this_process_says(engine: VLLMServerEngine) -> None:
+    inside = refreshed("qwen3", "int8_w8a8")
+    for seed in (1, 2):
+        check_same(engine.generate(PROMPTS, SHORT, seed=seed), inside.generate(PROMPTS, SHORT, seed=seed))
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    check_same(engine.generate(PROMPTS, greedy, seed=0), inside.generate(PROMPTS, greedy, seed=0))
+    sequences = [[5, 9, 4, 30, 2, 8], [7, 7], [9]]
+    for ours, theirs in zip(engine.score(sequences), inside.score(sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_there_and_back_is_the_same_engine(engine: VLLMServerEngine) -> None:
+    reports, said = [], []
+    for version, seed in enumerate((0, 1, 0)):
+        reports.append(engine.update_weights(stream(seed), policy_version=version))
+        said.append(engine.generate(PROMPTS, SHORT, seed=1))
+        assert {c.policy_version for c in flat(said[-1])} == {version}
+        assert {version_of(url) for url in engine.serving} == {f"{version}-{reports[-1].digest[:16]}"}
+    there, other, back = reports
+    assert there.digest == back.digest != other.digest
+    assert other.codes_changed_fraction > 0.9
+    check_same(said[0], said[2])
+    assert not any(torch.equal(a.logprobs, b.logprobs) for a, b in zip(flat(said[0]), flat(said[1]), strict=True))
+
+
+def test_weights_that_compute_nan_fail_the_refresh_and_a_good_one_follows(engine: VLLMServerEngine) -> None:
+    said = engine.generate(PROMPTS, SHORT, seed=1)
+    huge = [(n, t.clone().fill_(3e38) if n == "model.norm.weight" else t) for n, t in stream()]
+    with pytest.raises(RefreshError, match="gives NaN or inf log-probs"):
+        engine.update_weights(huge, policy_version=6)
+    with pytest.raises(StaleEngineError, match="its last refresh failed"):
+        engine.generate(PROMPTS, SHORT, seed=1)
+    assert {version_of(url) for url in engine.serving} == {"none"}
+    engine.update_weights(stream(), policy_version=7)
+    check_same(engine.generate(PROMPTS, SHORT, seed=1), said)
+
+
+# ---------------------------------------------------------------- what is killed
+
+
+def test_a_server_that_is_killed_while_it_generates_costs_nothing(engine: VLLMServerEngine) -> None:
+    started = time.monotonic()
+    whole = engine.generate(PROMPTS, LONG, seed=2)
+    seconds = time.monotonic() - started
+    killed, other = engine.serving
+    killer = threading.Timer(seconds / 3, kill, (engine, killed))
+    killer.start()
+    with pytest.warns(UserWarning, match=rf"{killed} is lost .* [1-9]\d* of its requests are to be redone, 1 of 2"):
+        check_same(engine.generate(PROMPTS, LONG, seed=2), whole)
+    killer.join()
+    assert engine.serving == [other]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_same(engine.generate(PROMPTS, LONG, seed=2), whole)
+
+
+def test_servers_that_are_killed_in_a_refresh_and_at_last_in_a_generation(engine: VLLMServerEngine) -> None:
+    """As servers that somebody else started, so that they do not come back."""
+    said, (killed, other) = engine.generate(PROMPTS, SHORT, seed=1), engine.serving
+    directory = Path(str(engine.options.transfer_directory))
+    outside = VLLMServerEngineFactory(urls=[killed, other], transfer_directory=str(directory), **OPTIONS)(SPEC)
+    assert outside.update_weights(stream(), policy_version=6).policy_version == 6
+    check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+
+    # The other one has loaded its weights when the first is killed, whose answer is still to come.
+    def halt() -> None:
+        kill(engine, killed, signal.SIGSTOP)
+        when(lambda: version_of(other) == "none", lambda: (time.sleep(0.5), kill(engine, killed)))
+
+    halted = when(lambda: any(directory.glob("*/weights.json")), halt)
+    with pytest.raises(RefreshError, match=rf"the refresh failed on 1 of 2 replicas: {killed}"):
+        outside.update_weights(stream(1), policy_version=7)
+    halted.join()
+    with pytest.raises(StaleEngineError, match="its last refresh failed"):
+        outside.generate(PROMPTS, SHORT, seed=1)
+    assert version_of(other) == "none"
+    outside.update_weights(stream(), policy_version=8)
+    assert outside.serving == [other]
+    check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+
+    killer = threading.Timer(0.3, kill, (engine, other))
+    killer.start()
+    with pytest.warns(UserWarning, match="is lost"), pytest.raises(ReplicasLostError, match="no replica is left"):
+        outside.generate(PROMPTS, LONG, seed=2)
+    killer.join()
+    with pytest.raises(StaleEngineError, match="no replica is left"):
+        outside.generate(PROMPTS, SHORT, seed=1)
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also with one that is killed; it need not be up for that."""
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom lqrl.engines.vllm.launch import ServerProcess\n"
+        "server = ServerProcess({'model': '/nowhere'}, Path(sys.argv[1]))\nserver.start()\n"
+        "print(server.group, flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "log")], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        group = int(parent.stdout.readline())
+        os.killpg(group, 0)  # it is there
+        parent.kill()
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):  # noqa: PT012 - until it is gone
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.1)
+
+
+def test_the_quickstart_trains_on_rollouts_of_a_server(wider: str, tmp_path: Path) -> None:
+    engine = {"class_path": "lqrl.engines.vllm.VLLMServerEngineFactory", "init_args": OF_SERVERS}
+    rows = test_vllm_run.quickstart(wider, tmp_path, engine, scheme="int8_w8a8")
+    assert len(test_vllm_run.column(rows, "rollout/length")) == 3
+    assert max(test_vllm_run.column(rows, "mismatch/k3")) < 1e-8
+    assert all(0 < moved < 0.9 for moved in test_vllm_run.column(rows, "refresh/codes_changed_fraction"))

@@ -1,0 +1,291 @@
+"""The parts of `VLLMServerEngine` that need no vLLM: retries, sharing, requests, files, flags, options."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_peers import VLLMPeer
+
+from lqrl.engines.base import RefreshError
+from lqrl.engines.vllm import VLLMServerEngineFactory
+from lqrl.engines.vllm.dispatch import share
+from lqrl.engines.vllm.launch import command_line
+from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
+from lqrl.engines.vllm.transfer import read_weights, write_weights
+from lqrl.engines.vllm.wire import generated, request_body
+
+FAST = Patience(timeout_s=5, attempts=3, backoff_s=0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[VLLMPeer]:
+    peer = VLLMPeer()
+    yield peer
+    peer.close()
+
+
+# ---------------------------------------------------------------- one server
+
+
+def failing(times: int, answer: tuple[int, Any]) -> Callable[[str], tuple[int, Any] | None]:
+    left = iter([answer] * times)
+    return lambda route: next(left, None)
+
+
+@pytest.mark.parametrize(
+    "fault", [(503, {"error": "busy"}), (-1, None), (200, b"<html>")], ids=["status 503", "cut", "no JSON"]
+)
+def test_a_passing_fault_is_asked_again(server: VLLMPeer, fault: tuple[int, Any]) -> None:
+    server.before = failing(2, fault)
+    assert Peer(server.url, FAST).get("/weight_info") == {"weight_version": "default"}
+    assert server.asked["/weight_info"] == 3
+    server.before = failing(3, fault)
+    with pytest.raises(PeerLost, match=r"/weight_info failed in 3 attempts"):
+        Peer(server.url, FAST).get("/weight_info")
+    assert server.asked["/weight_info"] == 6
+
+
+def test_pauses_grow(server: VLLMPeer) -> None:
+    moments: list[float] = []
+    server.before = lambda route: moments.append(time.monotonic()) or (500, {})
+    with pytest.raises(PeerLost, match="status 500"):
+        Peer(server.url, Patience(5, attempts=4, backoff_s=0.1)).get("/weight_info")
+    pauses = [b - a for a, b in itertools.pairwise(moments)]
+    assert all(pause >= wait for pause, wait in zip(pauses, (0.1, 0.2, 0.4), strict=True))
+
+
+def test_a_refused_request_is_not_asked_again(server: VLLMPeer) -> None:
+    with pytest.raises(PeerRefusal, match=r"/nowhere was refused with status 404: .*Not Found") as caught:
+        Peer(server.url, FAST).get("/nowhere")
+    assert (caught.value.status, server.asked["/nowhere"]) == (404, 1)
+
+
+def test_a_server_that_is_gone_or_silent_is_lost(server: VLLMPeer) -> None:
+    server.before = lambda route: time.sleep(1) if route == "/health" else None
+    with pytest.raises(PeerLost, match="timed out"):
+        Peer(server.url, Patience(timeout_s=0.1, attempts=2, backoff_s=0)).get("/health")
+    server.close()
+    with pytest.raises(PeerLost, match=r"in 3 attempts: ConnectionRefusedError"):
+        Peer(server.url, FAST).get("/weight_info")
+    with pytest.raises(PeerLost, match="in 1 attempts"):  # a process that has ended is not waited for
+        Peer(server.url, FAST, gone=lambda: True).get("/weight_info")
+
+
+def test_an_interrupt_cuts_a_request_and_its_retries(server: VLLMPeer) -> None:
+    over = threading.Event()
+    server.before = lambda route: time.sleep(3)
+    peer = Peer(server.url, Patience(timeout_s=60, attempts=5, backoff_s=60))
+    timer = threading.Timer(0.2, lambda: (over.set(), peer.interrupt()))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(PeerLost):
+        peer.post("/pause", {}, give_up=over)
+    assert time.monotonic() - started < 2
+    timer.join()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="http://host:port"):
+        Peer(url, FAST)
+
+
+# ---------------------------------------------------------------- sharing
+
+
+class Mortal:
+    """A server that is lost after some answers."""
+
+    def __init__(self, width: int, answers: int) -> None:
+        self.width, self.left, self.lock = width, answers, threading.Lock()
+        self.interrupts = 0
+
+    def ask(self) -> None:
+        with self.lock:
+            self.left -= 1
+            if self.left < 0:
+                raise PeerLost("it died")
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
+
+
+@given(
+    count=st.integers(0, 30),
+    servers=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12)), min_size=1, max_size=4),
+)
+def test_every_request_is_answered_once_or_nobody_is_left(count: int, servers: list[tuple[int, int]]) -> None:
+    mortals, asked = [Mortal(*each) for each in servers], Counter()
+    lock = threading.Lock()
+
+    def ask(server: int, request: int, over: threading.Event) -> tuple[int, int]:
+        mortals[server].ask()
+        with lock:
+            asked[request] += 1
+        return server, request
+
+    shares = share(range(count), mortals, ask)
+    assert set(asked.values()) <= {1}
+    assert shares.answers == {request: (shares.sources[request], request) for request in asked}
+    if sum(answers for _, answers in servers) >= count:
+        assert len(shares.answers) == count
+    else:
+        assert len(shares.lost) == len(servers)
+        assert len(shares.answers) == sum(answers for _, answers in servers)
+    assert all(1 <= loss.requests <= mortals[server].width for server, loss in shares.lost.items())
+
+
+def test_requests_that_a_lost_server_had_go_to_one_that_waits() -> None:
+    """The second has answered everything else when the first is lost."""
+    held = threading.Event()
+
+    def ask(server: int, request: int, over: threading.Event) -> int:
+        if server == 0:
+            held.wait(10)
+            raise PeerLost("it hung")
+        if request == 3:
+            threading.Timer(0.1, held.set).start()
+        return server
+
+    shares = share(range(4), [Mortal(1, 0), Mortal(1, 0)], ask)
+    assert shares.answers == dict.fromkeys(range(4), 1)
+    assert (shares.lost[0].requests, shares.lost[0].reason) == (1, "it hung")
+
+
+def test_another_error_ends_everything() -> None:
+    mortals = [Mortal(2, 9), Mortal(2, 9)]
+
+    def ask(server: int, request: int, over: threading.Event) -> int:
+        if request == 2:
+            raise RuntimeError("a bad request")
+        over.wait(10)
+        return 0
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="a bad request"):
+        share(range(8), mortals, ask)
+    assert time.monotonic() - started < 5
+    assert all(mortal.interrupts for mortal in mortals)
+
+
+def test_an_interrupt_does_not_wait_for_answers() -> None:
+    mortals = [Mortal(2, 9), Mortal(2, 9)]
+    timer = threading.Timer(0.2, _thread.interrupt_main)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        share(range(8), mortals, lambda server, request, over: over.wait(20))
+    assert time.monotonic() - started < 5
+    assert all(mortal.interrupts for mortal in mortals)
+
+
+# ---------------------------------------------------------------- bodies, answers, files, flags
+
+
+def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
+    body = request_body((5, 6), {"temperature": 0.7, "seed": 3})
+    assert body["prompt"] == [5, 6]
+    assert (body["temperature"], body["seed"]) == (0.7, 3)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is True
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "prompt_token_ids": [5, 6],
+        "token_ids": [9, 2],
+        "logprobs": {"token_logprobs": [-0.5, -1.25]},
+        "finish_reason": "stop",
+    }
+    return {"choices": [choice | changes]}
+
+
+def test_an_answer_is_read() -> None:
+    said = generated(answer(), (5, 6))
+    assert (said.token_ids, said.logprobs, said.log_mass, said.finish_reason) == ([9, 2], [-0.5, -1.25], None, "stop")
+    clamped = generated(answer(logprobs={"token_logprobs": [-9999.0, None]}), (5, 6)).logprobs
+    assert all(math.isnan(value) for value in clamped)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (answer(prompt_token_ids=[5, 7]), r"asked to complete \[5, 6\]"),
+        (answer(token_ids=None), "no tokens and log-probs"),
+        (answer(logprobs=None), "no tokens and log-probs"),
+        ({"choices": []}, "without a choice that holds token ids"),
+        (None, "without a choice that holds token ids"),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error(reply: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        generated(reply, (5, 6))
+
+
+def test_weights_keep_names_order_and_bits_through_files(tmp_path: Path) -> None:
+    tied = torch.randn(3, 4)
+    stream = [
+        ("b", tied),
+        ("a", torch.tensor([1.0]).expand(5, 1)),
+        ("c", torch.arange(6, dtype=torch.int8).view(2, 3).t()),
+        ("head", tied),
+        ("d", torch.randn(7).to(torch.float8_e4m3fn)),
+    ]
+    write_weights(stream, tmp_path, file_bytes=60)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    found = list(read_weights(tmp_path))
+    assert [name for name, _ in found] == [name for name, _ in stream]
+    for (_, before), (_, after) in zip(stream, found, strict=True):
+        assert after.dtype == before.dtype
+        assert torch.equal(after.float(), before.float())
+
+
+def test_half_a_set_of_files_is_no_set(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the learner has gone"):
+        write_weights(broken_stream(), tmp_path, file_bytes=1)
+    assert list(tmp_path.glob("*.safetensors"))
+    with pytest.raises(RefreshError, match=r"no complete set of weights.*set transfer_directory"):
+        list(read_weights(tmp_path))
+
+
+def broken_stream() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.zeros(3)
+    yield "b", torch.zeros(3)
+    raise RuntimeError("the learner has gone")
+
+
+def test_arguments_become_flags() -> None:
+    arguments = {"max_num_seqs": 3, "enforce_eager": True, "async_scheduling": False, "seed": None, "a": {"b": 1}}
+    assert command_line(arguments | {"sizes": [1, 2]}) == [
+        "--max-num-seqs", "3", "--enforce-eager", "--no-async-scheduling", "--a", '{"b": 1}', "--sizes", "1", "2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas must be at least 1"),
+        ({"attempts": 0}, "attempts must be at least 1"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"cards": ["0"], "replicas": 2}, "cards lists 1 servers, replicas is 2"),
+        ({"urls": ["http://a:1"], "replicas": 2}, "replicas has no effect on servers that run already"),
+        ({"urls": ["http://a:1"], "engine_args": {"block_size": 32}}, "engine_args has no effect"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "names a server twice"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMServerEngineFactory(**options)

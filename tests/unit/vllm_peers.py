@@ -1,0 +1,167 @@
+"""HTTP servers in this process that speak as vLLM's do, and fail as real ones can: the other side of the engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from lqrl.engines.digest import digest
+from lqrl.engines.vllm.served import ServedModel, described
+from lqrl.engines.vllm.transfer import read_weights
+
+Answer = tuple[int, Any]
+
+
+def sampled(seed: int, count: int) -> list[int]:
+    """What a peer draws."""
+    return [4 + (seed >> 3 * i) % 50 for i in range(count)]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away before its answer is no fault."""
+
+
+class VLLMPeer:
+    """One server. Its attributes may be set while it runs.
+
+    Attributes:
+        asked: how often each route was asked.
+        before: called with the route of every request, ahead of the answer; a status and an answer of its own go out
+            instead, for a negative status the connection is cut.
+        version: what ``/weight_info`` says; ``None`` is a vLLM without that route.
+        stamped: the version that its worker was told, as such a vLLM keeps it.
+        held: digest of the weights that came last.
+        load_result: changes what ``lqrl_load`` says.
+        keeps_prefixes, says_nan: faults of a refresh.
+        seconds: of a completion.
+    """
+
+    def __init__(self, model: ServedModel | None = None, port: int = 0, **facts: Any) -> None:
+        self.asked: Counter[str] = Counter()
+        self.before: Callable[[str], Answer | None] = lambda route: None
+        self.version: str | None = "default"
+        self.stamped = ""
+        self.held = ""
+        self.load_result: dict[str, Any] = {}
+        self.keeps_prefixes = self.says_nan = self.paused = False
+        self.seconds = 0.0
+        self._lock, self._dead = threading.Lock(), False
+        self.facts = {
+            "vllm": "0.32.0",
+            "platform": "cuda",
+            "capability": [9, 0],
+            "max_model_len": 64,
+            "served": ({} if model is None else described(model.config))
+            | {
+                "dtype": "torch.float32",
+                "kv_cache_dtype": "auto",
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",
+                "data_parallel_size": 1,
+                "speculative": False,
+            }
+            | facts.pop("served", {}),
+        } | facts
+        self._server = _Server(("127.0.0.1", port), self._handler())
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def die(self) -> None:
+        """Answer nobody any more, those who wait included."""
+        self._dead = True
+        threading.Thread(target=self.close).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._reply(None)
+
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self._reply(json.loads(data) if data else None)
+
+            def _reply(self, body: Any) -> None:
+                route = self.path.partition("?")[0]
+                with peer._lock:
+                    peer.asked[route] += 1
+                status, answer = peer.before(route) or peer._answer(route, body)
+                if status < 0 or peer._dead:
+                    self.close_connection = True
+                    return
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        return Handler
+
+    def _answer(self, route: str, body: Any) -> Answer:
+        if route == "/health":
+            return 200, b""
+        if route == "/weight_info" and self.version is not None:
+            return 200, {"weight_version": self.version}
+        if route == "/update_weight_version" and self.version is not None:
+            self.version = body["new_version"]
+            return 200, {"success": True}
+        if route in ("/pause", "/resume"):
+            self.paused = route == "/pause"
+            return 200, {"status": route}
+        if route == "/reset_prefix_cache":
+            return 200, {"success": not self.keeps_prefixes}
+        if route == "/collective_rpc":
+            return 200, {"results": [self._worker(body["method"], *body["args"])]}
+        if route == "/v1/completions" and not self.paused:
+            return 200, self._completion(body)
+        return 404, {"detail": "Not Found"}
+
+    def _worker(self, method: str, *args: str) -> Any:
+        if method == "lqrl_facts":
+            return self.facts
+        if method == "lqrl_version":
+            return {"version": self.stamped}
+        if method == "lqrl_stamp":
+            self.stamped = args[0]
+            return None
+        assert method == "lqrl_load"
+        self.held = digest(read_weights(Path(args[0])))
+        return {"missed": [], "moved": [], "digest": self.held} | self.load_result
+
+    def _completion(self, body: Any) -> Any:
+        time.sleep(self.seconds)
+        tokens = sampled(body.get("seed", 0), body["max_tokens"])
+        logprob = -9999.0 if self.says_nan else -0.5
+        return {
+            "choices": [
+                {
+                    "finish_reason": "length",
+                    "prompt_token_ids": body["prompt"],
+                    "token_ids": tokens,
+                    "logprobs": {
+                        "token_logprobs": [logprob] * len(tokens),
+                        "top_logprobs": [{"token_id:4": logprob, "token_id:5": -3.0}] * len(tokens),
+                    },
+                    "prompt_logprobs": [None, *({str(t): {"logprob": -0.25 * t}} for t in body["prompt"][1:])],
+                }
+            ]
+        }
