@@ -50,8 +50,7 @@ def fit(
     Raises:
         ValueError: when Fabric would change the precision of the forward pass.
     """
-    check_precision(fabric.strategy.precision.precision)
-    _prepare(module, data)
+    _prepare(fabric, module, data)
     forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
     module.build_engines(fabric.device)
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
@@ -86,8 +85,9 @@ def fit(
     return module
 
 
-def _prepare(module: PolicyModule, data: PromptDataModule) -> None:
+def _prepare(fabric: L.Fabric, module: PolicyModule, data: PromptDataModule) -> None:
     """What the Trainer's hooks do before a fit."""
+    check_precision(fabric.strategy.precision.precision)
     if module.validate_full_precision:
         raise ValueError("fabric.fit never validates: set validate_full_precision=False, or call the engines yourself")
     module.configure_model()

@@ -17,6 +17,7 @@ from torch import Tensor
 from lqrl.callbacks import EngineRefresh, MismatchError, MismatchGuard, SamplerFeedback
 from lqrl.callbacks.mismatch_guard import check_exact
 from lqrl.learner import PolicyModule, RolloutNoise
+from lqrl.learner.divergence import SampledRow, divergence_of
 from lqrl.modeling.exact import ExactRMSNorm
 from lqrl.rollouts import to_train_batch
 from lqrl.testing import ScriptedEngine
@@ -199,3 +200,14 @@ def test_rows_are_judged_one_by_one(tmp_path: Path):
 def test_noise_in_the_engine_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="RolloutNoise changes them: remove the stages of EngineRefresh"):
         run(tmp_path, refresh=EngineRefresh([RolloutNoise(10)]))
+
+
+def test_a_learner_and_an_engine_of_two_models_are_not_compared():
+    module, other = (make_module(exact=exact, dtype=dtype) for exact, dtype in ((True, "float32"), (False, "bfloat16")))
+    for each in (module, other):
+        each.build_engines(torch.device("cpu"))
+    row = SampledRow(1, 2, [1, 2, 3], torch.zeros(1))
+    with pytest.raises(ValueError, match="build the engine from the learner's config and dtype"):
+        divergence_of(module.scorer, other.engine, [row])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        divergence_of(module.scorer, module.engine, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from lqrl.doctor.report import Row, Section, attempt, one_line
 from lqrl.doctor.row_kernels import check_row_kernels
 from lqrl.quant import exact_native, kernels, native
-from lqrl.quant.native_build import BuildError, cache_folder, find_compiler
+from lqrl.quant.native_build import COMPILERS, BuildError, cache_folder, find_compiler
 
 COMPILER = "a C compiler on PATH (apt-get install gcc)"
 
@@ -30,6 +32,7 @@ def _compiler(name: str) -> Row:
         path = find_compiler()
     except BuildError as error:
         return Row(name, "missing", one_line(error), COMPILER)
+    subprocess.run([path, "--version"], check=True, capture_output=True, timeout=60)  # a broken one is no compiler
     folder = cache_folder()
     cached = f"libraries are kept in {folder}" if folder else "no cache folder of ours: compiled by every process"
     remedy = "" if folder else "XDG_CACHE_HOME=a folder that only you can write"
@@ -52,7 +55,7 @@ def _compiled(name: str, load: Callable[[], native.Kernel | exact_native.Library
     try:
         library = load()
     except BuildError as error:
-        if _compiler(name).status == "ok":
+        if any(map(shutil.which, COMPILERS)):
             raise
         return Row(name, "missing", f"{one_line(error)}; {without}", COMPILER)
     threads = "on PyTorch's threads" if library.threaded else "on one thread (the compiler has no OpenMP)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from lqrl.learner.scorer import Scorer
 from lqrl.modeling.attention import AttentionContext
 from lqrl.quant.kv import kv_method, kv_scales
 from lqrl.types import Prompt, SamplingParams, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ATTENTION = " input"  # what the output projection reads is what attention gives
 _HEAD = "output head"
@@ -132,7 +135,19 @@ def divergence_of(scorer: Scorer, engine: TorchEngine, rows: Sequence[SampledRow
 
     Returns:
         ``None`` when every output and every log-prob is equal as bits.
+
+    Raises:
+        ValueError: without rows, or when learner and engine are not one model in one dtype.
     """
+    if not rows:
+        raise ValueError("there is nothing to compare: give at least one prompt, or one sampled row")
+    learner = _described(scorer.policy, scorer.compute_dtype)
+    own = _described(engine.decoder.model, engine.spec.dtype)
+    if learner != own:
+        raise ValueError(
+            f"the learner is {', '.join(learner)}, the engine {', '.join(own)}: build the engine from the learner's "
+            "config and dtype"
+        )
     rows = sorted(rows, key=lambda row: row.prompt_length - len(row.tokens))  # longest completions first
     length = max(len(row.tokens) for row in rows)
     ids, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length, dtype=torch.bool)
@@ -151,6 +166,12 @@ def divergence_of(scorer: Scorer, engine: TorchEngine, rows: Sequence[SampledRow
     _decode(engine, rows, ids, decoded)
     pairs = {name: (decoded[name][place[kept]], x[kept]) for name, x in learned.items()}
     return _compare(rows, pairs, scores.cpu(), place[kept] // length, place[kept] % length)
+
+
+def _described(model: PreTrainedModel, dtype: torch.dtype) -> tuple[str, ...]:
+    config: Any = model.config
+    sizes = f"{config.num_hidden_layers} layers", f"{config.hidden_size} wide"
+    return type(model).__name__, *sizes, str(dtype).removeprefix("torch.")
 
 
 def _compare(
