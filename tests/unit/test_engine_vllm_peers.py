@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import itertools
 import math
+import signal
 import threading
 import time
 from collections import Counter
@@ -180,6 +181,15 @@ def test_another_error_ends_everything() -> None:
     assert all(mortal.interrupts for mortal in mortals)
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A process in the background ignores SIGINT, and so does what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_does_not_wait_for_answers() -> None:
     mortals = [Mortal(2, 9), Mortal(2, 9)]
     timer = threading.Timer(0.2, _thread.interrupt_main)
