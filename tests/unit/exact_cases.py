@@ -6,13 +6,12 @@ print ``{check: what went wrong}`` as JSON; `test_exact_triton.py` does that, an
 
 from __future__ import annotations
 
-import json
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from interpreter import print_checks
 from torch import Tensor
 from triton_cases import packed_weights
 
@@ -357,14 +356,7 @@ def mend_interpreter() -> None:
 def main() -> None:
     warnings.simplefilter("ignore")  # numpy's, of overflows in exponentials
     mend_interpreter()
-    found: dict[str, str | None] = {}
-    for name, check in CHECKS.items():
-        try:
-            check(torch.device("cpu"))
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()[-1500:]
-    print(json.dumps(found))
+    print_checks(CHECKS)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exact_cases import CHECKS
 from exact_sides import both, compared, prompts
+from interpreter import interpreted_checks
 from transformers import Qwen3Config
 
 from lqrl.quant import exact, triton_use
@@ -25,11 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """What each check says under the interpreter, which must be chosen before triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted_checks(CASES)
 
 
 @needs_triton

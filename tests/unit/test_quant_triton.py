@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import interpreted_checks
 from triton_cases import CHECKS
 
 from lqrl.quant import QuantScheme, kernels, rows, triton_use
@@ -24,11 +23,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """What each check says under the interpreter, which must be chosen before triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted_checks(CASES)
 
 
 @needs_triton

@@ -6,12 +6,11 @@ print ``{check: what went wrong}`` as JSON; `test_quant_triton.py` does that, an
 
 from __future__ import annotations
 
-import json
-import traceback
 import warnings
 from collections.abc import Callable, Iterable
 
 import torch
+from interpreter import print_checks
 from torch import Tensor
 
 from lqrl.engines import copy as eager_copy
@@ -342,15 +341,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
 
 def main() -> None:
     warnings.simplefilter("ignore")  # numpy's, of divisions by zero
-    found: dict[str, str | None] = {}
-    for name, check in CHECKS.items():
-        torch.manual_seed(0)
-        try:
-            check(torch.device("cpu"))
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()[-1500:]
-    print(json.dumps(found))
+    print_checks(CHECKS)
 
 
 if __name__ == "__main__":

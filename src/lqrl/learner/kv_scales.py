@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lqrl.learner.update import world_size
+from lqrl.learner.update import all_max
 from lqrl.quant.kv import SCALE_NAMES, KVObserver, attention_modules, calibrates_kv
 from lqrl.rollouts.batching import microbatches
 
@@ -50,8 +49,7 @@ def calibrate_kv_(scorer: Scorer, input_ids: Tensor, attention_mask: Tensor, *, 
     scales = torch.zeros(len(modules), 2, device=input_ids.device)
     for layer, pair in observer.scales().items():
         scales[layer] = pair
-    if world_size() > 1:
-        dist.all_reduce(scales, dist.ReduceOp.MAX)
+    scales = all_max(scales)
     if not bool(scales.isfinite().all()) or not bool((scales > 0).all()):
         layer = int((~(scales.isfinite() & (scales > 0))).any(1).nonzero()[0])
         raise ValueError(
