@@ -1,7 +1,7 @@
-"""Does it matter? The quickstart task, trained with each format and each way to live with its mismatch.
+"""Does it matter? One task, trained with each format and each way to live with its mismatch.
 
-Every run is ``lqrl fit --config configs/quickstart.yaml`` with a few options changed, in a process of its own; runs go
-side by side, one thread each. Ways of a format that quantizes:
+Every run is ``lqrl fit --config FILE`` with a few options changed, in a process of its own; runs go side by side, one
+thread each. Ways of a format that quantizes:
 
 * ``naive``: quantized rollouts, a plain learner, no correction;
 * ``tis``: with token-level truncated importance sampling; ``acr``: and the Adaptive Clipping Range; ``uaq``: and UAQ;
@@ -12,6 +12,8 @@ Ways of the format ``none``, to compare with: ``fp32``, ``bf16`` (the compute dt
 
     python benchmarks/learning.py --formats none int8_w8a8 int4_w4a4 --seeds 1 2 3 --jobs 2
     python benchmarks/learning.py --epochs 3 --jobs 13 --rows rows.jsonl
+    python benchmarks/learning.py --config configs/recipes/smollm2_arithmetic_int8.yaml --iterations 10 --epochs 3 \\
+        --device cuda --set model.init_args.dtype=bfloat16 --formats none int8_w8a8 --ways bf16 acr exact
 
 With ``--rows`` each finished run is appended to the file at once, and runs that the file holds are not repeated: the
 same command goes on where it was interrupted, and prints the table of a complete file without training.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -48,8 +51,14 @@ QUANTIZED: dict[str, list[str]] = {
 }
 FULL: dict[str, list[str]] = {"fp32": [], "bf16": [f"{MODEL}dtype", "bfloat16"]}
 WAYS = {**FULL, **QUANTIZED, "exact": [f"{MODEL}exact", "true"]}
+KEPT = [  # of the callbacks: checkpoints of many runs would fill the disk
+    "--trainer.callbacks",
+    str([{"class_path": f"lqrl.callbacks.{name}"} for name in ("EngineRefresh", "SamplerFeedback", "MismatchGuard")]),
+]
 LAST = 20  # iterations that a number of the end is the mean of
 COLUMNS = ["rollouts", "way", "pass@1", "seeds", "pass@8", "k3", "ESS", "log-ratio max", "clip", "collapsed", "s"]
+QUICKSTART = "configs/quickstart.yaml"
+USUAL = {"config": QUICKSTART, "device": "cpu", "set": {}}  # not written into rows
 Case = tuple[str, str, int]
 
 
@@ -61,21 +70,23 @@ def ways_of(format_: str, asked: Sequence[str]) -> list[str]:
 def run(format_: str, way: str, seed: int, args: argparse.Namespace, root: Path) -> dict:
     """One training run; its row of the table, or why there is none."""
     folder = root / f"{format_}-{way}-{seed}"
+    schedule = [f"{MODEL}lr_scheduler.init_args.total_iters", str(args.iterations * args.epochs)]
     command = [
-        sys.executable, "-m", "lqrl", "fit", "--config", "configs/quickstart.yaml", "--seed_everything", str(seed),
+        sys.executable, "-m", "lqrl", "fit", "--config", args.config, "--seed_everything", str(seed),
         "--trainer.max_epochs", str(args.epochs), "--trainer.logger.init_args.save_dir", str(folder),
-        f"{MODEL}scheme", format_, f"{MODEL}num_minibatches", str(args.minibatches),
-        f"{MODEL}lr_scheduler.init_args.total_iters", str(args.iterations * args.epochs),
-        "--data.init_args.iterations_per_epoch", str(args.iterations), *WAYS[way],
+        "--trainer.accelerator", args.device, f"{MODEL}scheme", format_,
+        f"{MODEL}num_minibatches", str(args.minibatches), *(schedule if args.config == QUICKSTART else ()),
+        "--data.init_args.iterations_per_epoch", str(args.iterations), *KEPT,
+        *itertools.chain.from_iterable((f"--{key}", value) for key, value in args.set), *WAYS[way],
     ]  # fmt: skip
     started = time.perf_counter()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    settings = {"epochs": args.epochs, "minibatches": args.minibatches, "iterations": args.iterations}
-    row = {"format": format_, "way": way, "seed": seed, **settings, "seconds": time.perf_counter() - started}
+    row = {"format": format_, "way": way, "seed": seed, **settings(args), "seconds": time.perf_counter() - started}
     if done.returncode:
         return {**row, "error": f"exit {done.returncode}: {error_of(done.stderr)}"}
-    with next(folder.glob("quickstart/version_0/metrics.csv")).open() as file:
+    with next(folder.glob("*/version_0/metrics.csv")).open() as file:
         lines = list(csv.DictReader(file))
     validations = sum(bool(line.get("val/pass@1")) for line in lines)
     if validations != args.epochs + 1:  # a signal ends a run in good order
@@ -83,6 +94,13 @@ def run(format_: str, way: str, seed: int, args: argparse.Namespace, root: Path)
     if not any(line.get("mismatch/k3") for line in lines):
         return {**row, "error": "no iteration had anything to learn from"}
     return {**row, **numbers(lines)}
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What a row must share with the runs of this call to be one of them."""
+    given = {"config": args.config, "device": args.device, "set": dict(args.set)}
+    counts = {"epochs": args.epochs, "minibatches": args.minibatches, "iterations": args.iterations}
+    return counts | {key: value for key, value in given.items() if value != USUAL[key]}
 
 
 def error_of(stderr: str) -> str:
@@ -139,8 +157,9 @@ def read(path: Path | None, args: argparse.Namespace) -> dict[Case, dict]:
             continue
         if "error" in row:
             continue
-        theirs = row.get("epochs", len(row["pass_at_1"]) - 1), row.get("minibatches", args.minibatches)
-        if (*theirs, row.get("iterations", 50)) == (args.epochs, args.minibatches, args.iterations):
+        unwritten = {"epochs": len(row["pass_at_1"]) - 1, "minibatches": args.minibatches, "iterations": 50}
+        mine = USUAL | settings(args)
+        if {key: value for key, value in (USUAL | unwritten | row).items() if key in mine} == mine:
             found[row["format"], row["way"], row["seed"]] = row
     return found
 
@@ -194,6 +213,14 @@ def summary(rows: Sequence[dict]) -> list[str]:
     ]
 
 
+def pair(text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` as both."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
 def main() -> None:
     """Run what is missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,6 +230,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--iterations", type=int, default=50, help="of an epoch")
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps an iteration")
+    parser.add_argument("--config", default=QUICKSTART, help="of the task")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="jobs on cuda share one card")
+    parser.add_argument(
+        "--set", nargs="*", default=[], type=pair, metavar="KEY=VALUE", help="more options of every run"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rows", type=Path, help="one JSON object a run; runs that are there are not repeated")
     args = parser.parse_args()

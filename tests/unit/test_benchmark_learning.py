@@ -24,7 +24,11 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def read(path: Path) -> set[tuple[str, str, int]]:
-    return set(learning.read(path, SimpleNamespace(**SETTINGS)))
+    return set(learning.read(path, args()))
+
+
+def args(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**SETTINGS, "config": learning.QUICKSTART, "device": "cpu", "set": [], **changes})
 
 
 def test_runs_under_other_settings_and_failed_ones_are_repeated(tmp_path: Path):
@@ -35,6 +39,16 @@ def test_runs_under_other_settings_and_failed_ones_are_repeated(tmp_path: Path):
     assert read(path) == {("int8_w8a8", "exact", 1)}
     learning.append(path, row(seed=5))
     assert read(path) == {("int8_w8a8", "exact", 1), ("int8_w8a8", "exact", 5)}
+
+
+def test_runs_of_another_task_or_device_are_repeated(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    other = args(config="other.yaml", device="cuda", set=[("a.b", "c")])
+    learning.append(path, row())
+    learning.append(path, row(seed=2, config="other.yaml"))
+    learning.append(path, row(seed=3, **learning.settings(other)))
+    assert read(path) == {("int8_w8a8", "exact", 1)}
+    assert set(learning.read(path, other)) == {("int8_w8a8", "exact", 3)}
 
 
 def test_a_line_that_was_cut_off_costs_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
