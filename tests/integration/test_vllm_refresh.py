@@ -14,7 +14,7 @@ from vllm_models import build, policy_of, shared, weights_of
 
 from lqrl.engines.base import RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMEngine, reload
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm import VLLMEngine, VLLMEngineFactory
 from lqrl.modeling.backbone import load_model
+from lqrl.quant.export import export_weights
 from lqrl.quant.kv import prepare_kv_
-from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
 

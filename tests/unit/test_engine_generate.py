@@ -16,7 +16,7 @@ from transformers import (
 from lqrl.engines.base import EngineSpec, StaleEngineError
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.modeling.backbone import load_model
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, SamplingParams
 

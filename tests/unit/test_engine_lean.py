@@ -16,7 +16,7 @@ from lqrl.engines.decoder import Decoder
 from lqrl.engines.transaction import write_weights_
 from lqrl.modeling.attention import PackedContext
 from lqrl.modeling.backbone import load_model, run_decoder
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 
 

@@ -17,7 +17,7 @@ from lqrl.engines.digest import digest, tensor_digest
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.engines.transaction import HeldTensors, all_tensors
 from lqrl.modeling.backbone import load_model
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Prompt, SamplingParams
 

@@ -12,7 +12,7 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.stepper import Stepper, bucket
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.modeling.backbone import load_model
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, SamplingParams
 

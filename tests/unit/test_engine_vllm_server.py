@@ -21,7 +21,7 @@ from lqrl.engines.vllm.fleet import ReplicasLostError
 from lqrl.engines.vllm.requests import samples
 from lqrl.engines.vllm.served import ServedModel
 from lqrl.modeling.backbone import load_model
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Prompt, SamplingParams
 

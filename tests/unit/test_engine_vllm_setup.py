@@ -20,7 +20,7 @@ from lqrl.engines.vllm.served import ServedModel, kv_cache_dtype, served_scheme
 from lqrl.engines.vllm.versions import check_version, import_vllm, parse_version
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.checkpoint import save_quantized
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 
 SIZES = {

@@ -17,7 +17,7 @@ from lqrl.cli import run
 from lqrl.engines import EngineSpec, RefreshError, StaleEngineError, TorchEngine, TorchEngineFactory
 from lqrl.learner import RolloutNoise
 from lqrl.modeling.backbone import load_model
-from lqrl.quant.prepare import export_weights
+from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Prompt, SamplingParams
 

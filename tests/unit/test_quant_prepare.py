@@ -8,9 +8,10 @@ import torch
 from quant_families import FAMILIES, LAYERS, LINEARS_PER_LAYER, tiny_model, tokens
 from torch import Tensor, nn
 
+from lqrl.quant.export import export_weights
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.numerics import quantize_int8_channel
-from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
+from lqrl.quant.prepare import convert_, pack_, prepare_
 from lqrl.quant.scheme import QuantScheme, target_modules
 
 INT8 = QuantScheme.preset("int8_w8a8")

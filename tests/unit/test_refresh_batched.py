@@ -19,10 +19,11 @@ from lqrl.engines.transaction import all_tensors, loadable_tensors, write_weight
 from lqrl.learner.noise import RolloutNoise
 from lqrl.modeling.backbone import load_model
 from lqrl.quant import triton_use
+from lqrl.quant.export import export_weights
 from lqrl.quant.finite_checks import FiniteChecks
 from lqrl.quant.linear import AlignedLinear, quantize_layers
 from lqrl.quant.methods import linear_method
-from lqrl.quant.prepare import export_weights, prepare_
+from lqrl.quant.prepare import prepare_
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
 from lqrl.types import Prompt, SamplingParams

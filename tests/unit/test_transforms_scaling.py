@@ -6,8 +6,9 @@ from quant_families import FAMILIES, LAYERS, tiny_model, tokens
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from lqrl.quant.export import export_weights
 from lqrl.quant.numerics import quantize_int8_channel
-from lqrl.quant.prepare import export_weights, prepare_
+from lqrl.quant.prepare import prepare_
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.transforms import UpdateAwareScaling, uaq_equivalent_param_groups
 

@@ -210,6 +210,8 @@ def write_weights_(model: nn.Module | HeldTensors, weights: NamedTensors, frozen
     """
     ledger = _Ledger(model, frozen or {})
     stable = isinstance(weights, StableTensors)
+    if isinstance(weights, StableTensors):
+        weights = weights.unchecked()
     try:
         for name, tensor in weights:
             ledger.add(name, tensor, stable)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lqrl.quant.adapters import add_adapters_, attach_adapters_, load_adapters_
 from lqrl.quant.experts import AlignedExperts, QuantizedExperts
+from lqrl.quant.export import export_weights
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.lora import Lora
-from lqrl.quant.prepare import convert_, export_weights, pack_, prepare_
+from lqrl.quant.prepare import convert_, pack_, prepare_
 from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
 from lqrl.quant.transforms import (
     HadamardRotation,

@@ -25,10 +25,10 @@ from lqrl.quant.compressed_format import (
     stored_tensors,
     unwritten_activations,
 )
+from lqrl.quant.export import export_weights
 from lqrl.quant.kv import SCALE_NAMES
 from lqrl.quant.lora import AdaptedLinear
 from lqrl.quant.moe import PROJECTIONS, holds_stacked_weights
-from lqrl.quant.prepare import export_weights
 from lqrl.quant.scheme import QuantScheme, target_modules
 from lqrl.quant.stacks import named_by_expert, stack_of, unstacked
 

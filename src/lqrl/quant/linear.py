@@ -238,24 +238,32 @@ class AlignedLinear(nn.Linear):
 
 
 @torch.no_grad()
-def quantize_layers(layers: Sequence[AlignedLinear]) -> None:
+def quantize_layers(layers: Sequence[AlignedLinear]) -> dict[AlignedLinear, dict[str, Tensor]]:
     """Bring the codes of ``layers`` up to date together where their format can: in few launches, not in some a layer.
 
     Others are left to their next use: layers whose format cannot, that share a scale, or whose codes depend on more
     than the weight.
+
+    Returns:
+        What `AlignedLinear.quantized_weight` gives, of those that are up to date.
     """
+    found: dict[AlignedLinear, dict[str, Tensor]] = {}
     stale: dict[tuple[LinearMethod, torch.dtype], list[tuple[AlignedLinear, tuple[int, ...]]]] = {}
     for layer in layers:
         if layer._siblings or len(layer.sources()) != 1:
             continue
-        key = layer._key()
-        if layer._held.codes is None or layer._held.codes.key != key:
-            layer.invalidate()  # the old codes' memory serves the new ones
-            stale.setdefault((layer.method, layer.export_dtype), []).append((layer, key))
+        key, held = layer._key(), layer._held
+        if held.codes is not None and held.codes.key == key:
+            found[layer] = held.codes.tensors
+            continue
+        layer.invalidate()  # the old codes' memory serves the new ones
+        stale.setdefault((layer.method, layer.export_dtype), []).append((layer, key))
     for (method, dtype), group in stale.items():
         made = method.quantize_many([layer.weight.detach() for layer, _ in group], dtype)
         for (layer, key), tensors in zip(group, made or (), strict=made is not None):
             layer._held.codes = Quantized(key, method, tensors, dtype)
+            found[layer] = tensors
+    return found
 
 
 class QuantizedLinear(CodeModule):

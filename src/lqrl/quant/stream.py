@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -15,10 +15,24 @@ class StableTensors(Iterator[tuple[str, Tensor]]):
 
     Args:
         weights: the names and tensors; none of them is memory of the receiver.
+        unchecked: makes the same stream without the sender's look for NaN and inf, if there is one.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        unchecked: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    ) -> None:
         self._weights = iter(weights)
+        self._unchecked = unchecked
 
     def __next__(self) -> tuple[str, Tensor]:
+        self._unchecked = None
         return next(self._weights)
+
+    def unchecked(self) -> StableTensors:
+        """This stream, for a receiver that looks for NaN and inf itself: the sender's look takes time.
+
+        The stream itself where it has begun, or where the sender's look cannot be left out.
+        """
+        return self if self._unchecked is None else StableTensors(self._unchecked())

@@ -81,8 +81,10 @@ def quantize_row(
     """One row of a kernel; ``REST`` further parts of it are read twice. ``ROUND``: fp32 to bf16 first."""
     offsets = tl.arange(0, BLOCK)
     values_ptr = x_ptr + offsets
+    first_ptr = codes_ptr + offsets
     if ALIGNED:  # to 16 bytes, which the compiler cannot see in an address from a table
         values_ptr = tl.multiple_of(values_ptr, 16)
+        first_ptr = tl.multiple_of(first_ptr, 16)
     x = _values(values_ptr, offsets < columns, BF16, ROUND)
     amax, bad = _amax(x, 0)
     for index in range(REST):
@@ -102,7 +104,7 @@ def quantize_row(
             part = index * BLOCK + offsets
             tl.store(codes_ptr + part, code, mask=part < columns)
     else:
-        tl.store(codes_ptr + offsets, _row_codes(x, scale, factor, FP8), mask=offsets < columns)
+        tl.store(first_ptr, _row_codes(x, scale, factor, FP8), mask=offsets < columns)
         for index in range(REST):
             part = (index + 1) * BLOCK + offsets
             x = _values(x_ptr + part, part < columns, BF16, ROUND)
