@@ -179,7 +179,7 @@ def test_overlong_penalty_has_the_worked_values(length: int, penalty: float) -> 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ExactAnswer(pattern="(", after=None), "not a regular expression"),
+        (lambda: ExactAnswer(pattern="("), "not a regular expression"),
         (lambda: ExactAnswer(pattern="a", after="b"), "not both"),
         (lambda: FormatReward(pattern="("), "not a regular expression"),
         (lambda: OverlongPenalty(max_tokens=10, cache_tokens=11), "cache_tokens <= max_tokens"),

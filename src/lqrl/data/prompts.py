@@ -27,8 +27,9 @@ class PromptSource:
         rows: where rows come from.
         prompt_field: column of the prompt. With ``chat`` it may hold a list of messages.
         answer_field: column of the reference answer, or ``None`` when no reward reads one.
-        answer_after: the answer is what follows the last occurrence of this marker (``####`` for GSM8K).
-        template: python format string over the row's columns that makes the prompt; ``None`` takes ``prompt_field``.
+        answer_after: the answer is what follows the last occurrence of this marker (``####`` for GSM8K); without one it
+            is the whole column.
+        template: python format string over the row's columns that makes the prompt; without one it is ``prompt_field``.
         chat: apply the tokenizer's chat template, with the generation prompt.
         system_prompt: system message of the chat.
         chat_options: further arguments of the chat template, such as ``enable_thinking: false``.
@@ -41,13 +42,14 @@ class PromptSource:
         ValueError: when options contradict each other.
     """
 
+    # Texts are "" where they are not set: a parser that may choose None reads "####" as a comment, so as None.
     rows: RowSource
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
-    answer_after: str | None = None
-    template: str | None = None
+    answer_after: str = ""
+    template: str = ""
     chat: bool = False
-    system_prompt: str | None = None
+    system_prompt: str = ""
     chat_options: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
     max_prompt_tokens: int | None = None
@@ -55,9 +57,9 @@ class PromptSource:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.system_prompt is not None or self.chat_options) and not self.chat:
+        if (self.system_prompt or self.chat_options) and not self.chat:
             raise ValueError("PromptSource: system_prompt and chat_options need chat: true")
-        if self.answer_after is not None and self.answer_field is None:
+        if self.answer_after and self.answer_field is None:
             raise ValueError("PromptSource: answer_after needs answer_field")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"PromptSource.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
@@ -72,7 +74,7 @@ class PromptSource:
         Raises:
             ValueError: when a column is missing, has the wrong type, or the prompt is empty.
         """
-        if self.template is not None:
+        if self.template:
             try:
                 content: Any = self.template.format_map(row)
             except KeyError as error:
@@ -94,7 +96,7 @@ class PromptSource:
             return str(content)
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; set chat: false, or use a chat model's tokenizer")
-        if self.system_prompt is not None:
+        if self.system_prompt:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.chat_options)
@@ -115,7 +117,7 @@ class PromptSource:
                 "reward needs an answer"
             )
         answer = str(value)
-        if self.answer_after is not None:
+        if self.answer_after:
             _, marker, answer = answer.rpartition(self.answer_after)
             if not marker:
                 raise ValueError(f"{where}: the answer does not contain {self.answer_after!r}; correct answer_after")

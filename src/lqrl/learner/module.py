@@ -368,9 +368,9 @@ class PolicyModule(L.LightningModule):
         wanted, apart = scheme or self.scheme, scheme is None and self.sends_adapters
         return export_weights(self.policy, wanted, export_dtype=self.compute_dtype, adapters=apart, skip=skip)
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer gets: all of the policy's, or adapters and norms."""
-        return [p for p in self.policy.parameters() if p.requires_grad]
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer gets, with names: all of the policy's, or adapters and norms."""
+        return [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
 
     # ---------------------------------------------------------------- Lightning's hooks
 

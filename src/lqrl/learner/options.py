@@ -46,7 +46,7 @@ def check_options(module: PolicyModule) -> None:
     if module.sampling.n != 1 or module.sampling.first_sample != 0:
         raise ValueError("sampling.n and sampling.first_sample are not read here: set budget, such as UniformBudget(8)")
     if module.master_dtype == torch.bfloat16 and module.lora is None:  # adapters are fp32
-        warn_of_lost_steps(module.optimizer([nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))]))
+        warn_of_lost_steps(module.optimizer([("weight", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))]))
 
 
 def check_precision(precision: str | None) -> None:

@@ -63,15 +63,15 @@ class ExactAnswer(RewardFn):
         ValueError: when both ``pattern`` and ``after`` are given, or the pattern is not valid.
     """
 
-    pattern: str | None = None
-    after: str | None = None
+    pattern: str = ""  # not None, which a parser would take for "####", a comment
+    after: str = ""
     normalize: bool = True
     max_chars: int = 2000
 
     def __post_init__(self) -> None:
-        if self.pattern is not None and self.after is not None:
+        if self.pattern and self.after:
             raise ValueError("ExactAnswer: give pattern or after, not both")
-        if self.pattern is not None:
+        if self.pattern:
             _compile(self.pattern, "ExactAnswer.pattern")
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
@@ -86,10 +86,10 @@ class ExactAnswer(RewardFn):
     def extract(self, text: str) -> str | None:
         """The answer in ``text``, or ``None`` when it has none."""
         text = text[-self.max_chars :]
-        if self.pattern is not None:
+        if self.pattern:
             found = list(re.finditer(self.pattern, text))
             return found[-1].group(1 if found[-1].re.groups else 0) if found else None
-        if self.after is not None:
+        if self.after:
             _, marker, rest = text.rpartition(self.after)
             lines = rest.splitlines()
             return lines[0].strip() if marker and lines else None
