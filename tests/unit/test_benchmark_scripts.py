@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lqrl.quant import QuantScheme
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = {
@@ -37,3 +43,183 @@ def test_exported_checkpoints_are_read_back(monkeypatch, capsys):
     read, refused = [row for row in capsys.readouterr().out.splitlines() if row.startswith("moe")]
     assert read.split()[1:6] == ["int8_w8a8", "8", "0.00e+00", "0.00e+00", "0.00e+00"]
     assert "not loaded: ValueError: unknown quantization scheme 'unknown'" in refused
+
+
+@pytest.fixture
+def rollout(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("rollout")
+
+
+def test_what_a_ratio_is_to_is_measured_first(rollout):
+    argv = ["--engines", "torch", "vllm", "transformers", "--formats", "int8_w8a8", "none", "--kv", "fp8", "none"]
+    jobs = rollout.make_jobs(rollout.parse([*argv, "--batch", "8", "256", "--vllm-path", "/site"]))
+    assert [tuple(job.case[name] for name in ("format", "kv", "engine")) for job in jobs] == [
+        ("none", "none", "vllm"),
+        ("none", "none", "transformers"),
+        ("none", "none", "torch"),
+        ("int8_w8a8", "fp8", "vllm"),
+        ("int8_w8a8", "fp8", "torch"),
+        ("int8_w8a8", "none", "vllm"),
+        ("int8_w8a8", "none", "torch"),
+        ("none", "fp8", "vllm"),
+        ("none", "fp8", "torch"),
+    ]
+    assert [(row["batch"], row["new"]) for row in jobs[0].rows] == [(8, 128), (256, 512)]
+    assert (jobs[0].case["batch"], jobs[0].case["positions"]) == (256, 256 + 512 + 1)
+    assert [job.environment.get("PYTHONPATH", "").split(":")[0] == "/site" for job in jobs[:3]] == [True, False, False]
+
+
+def test_a_count_of_new_tokens_that_fits_no_batch_is_refused(rollout):
+    assert rollout.new_tokens([4, 2], [9, 7]) == [(2, 7), (4, 9)]
+    with pytest.raises(SystemExit, match="2 numbers for 1 batches"):
+        rollout.new_tokens([4], [9, 7])
+    with pytest.raises(SystemExit, match="at least 2"):
+        rollout.new_tokens([4], [1])
+    with pytest.raises(SystemExit):
+        rollout.parse(["--batch", "12", "--group", "8"])
+
+
+def test_ratios_are_to_bf16_of_the_same_engine_and_to_vllm_in_the_same_formats(rollout):
+    ratios = rollout.Ratios()
+
+    def add(engine, fmt, rate):
+        row = {"engine": engine, "format": fmt, "kv": "none", "batch": 8, "tokens_per_s": rate}
+        return ratios.add(row | {"decode_tokens_per_s": 2 * rate, "floor_tokens_per_s": 100.0})
+
+    assert "tokens_per_s_x_bf16" not in add("vllm", "none", 10.0)
+    assert add("torch", "none", 20.0)["decode_tokens_per_s_x_vllm"] == 2.0
+    failed = {"engine": "vllm", "format": "int8_w8a8", "kv": "none", "batch": 8, "error": "no"}
+    assert ratios.add(failed) == failed
+    last = add("torch", "int8_w8a8", 30.0)
+    assert last["tokens_per_s_x_bf16"] == 1.5
+    assert "tokens_per_s_x_vllm" not in last
+    assert last["of_floor"] == 0.6
+
+
+def test_the_floor_counts_every_weight_and_cached_token_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    shapes = import_module("shapes")
+    shape, preset = shapes.SHAPES["8B"], QuantScheme.preset
+    head = 151936 * 4096
+    layers = 36 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 12288)
+    assert shape.step_bytes(preset("none"), 1, 0) == 2 * (layers + head)
+    assert shape.step_bytes(preset("fp8_per_channel+lm_head"), 1, 0) == layers + head
+    assert shape.step_bytes(preset("int4_w4a16"), 1, 0) == layers * (4 + 16 / 128) / 8 + 2 * head
+    both = [shape.step_bytes(preset(f"none{kv}"), 256, 512) - 2 * (layers + head) for kv in ("", "+kv_fp8")]
+    assert both == [256 * 512 * 147456, 256 * 512 * 73728]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.SHAPES["0.6B"].config(64))
+    counted = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    shape = shapes.SHAPES["0.6B"]
+    assert shape.linear_weights == counted - (0 if shape.tied else shape.vocabulary * shape.hidden)
+
+
+def test_the_rollout_benchmark_prints_and_keeps_its_rows(rollout, monkeypatch, capsys, tmp_path):
+    options = ["--model", "tiny", "--device", "cpu", "--batch", "2", "4", "--prompt", "6", "--tokens", "12", "12"]
+    options += ["--engines", "torch", "transformers", "--formats", "none", "int4_w4a16", "--kv", "none"]
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *options, "--group", "2", "--rows", str(tmp_path / "rows.jsonl")])
+    rollout.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| t")]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    wanted = [
+        (e, f, n) for e, f in [("transformers", "none"), ("torch", "none"), ("torch", "int4_w4a16")] for n in (2, 4)
+    ]
+    assert [tuple(row.get(name) for name in ("engine", "format", "batch", "error")) for row in rows] == [
+        (*each, None) for each in wanted
+    ]
+    assert len(lines) == len(rows)
+    assert all(row["tokens_per_s"] > 0 and row["card"] == "CPU" and "torch" in row["versions"] for row in rows)
+    assert "tokens_per_s_x_bf16" in rows[-1]
+
+
+@pytest.fixture
+def learner(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("learner")
+
+
+def test_lengths_are_mixed_and_add_up(learner):
+    pairs = learner.mixed_lengths(65536, 2048)
+    lengths = [p + c for p, c in pairs]
+    assert 65535 <= sum(lengths) <= 65536
+    assert pairs == learner.mixed_lengths(65536, 2048)
+    assert min(min(pair) for pair in pairs) >= 1
+    assert max(lengths) <= 2048
+    completions = sorted(c for _, c in pairs)
+    assert completions[len(completions) // 4] < 400 < completions[-len(completions) // 4]
+    assert learner.padded_tokens([3, 5, 2, 1, 4], 2) == 2 * 5 + 2 * 2 + 4
+
+
+def test_ratios_of_learners_are_to_their_own_peers(learner):
+    ratios = learner.Ratios()
+
+    def add(name, rate, peak):
+        return ratios.add({"model": "4B", "learner": name, "tokens_per_s": rate, "peak_bytes": peak})
+
+    assert "x_peer" not in add("transformers", 10.0, 8)
+    assert add("none", 20.0, 4) | {"x_peer": 2.0, "memory_x_peer": 0.5} == add("none", 20.0, 4)
+    assert add("int8_w8a8", 30.0, 4)["x_bf16"] == 1.5
+    assert "x_peer" not in add("full logits", 50.0, None)
+    last = add("chunked log-probs", 25.0, 4)
+    assert (last["x_peer"], "x_bf16" in last, "memory_x_peer" in last) == (0.5, False, False)
+    lost = {"model": "4B", "learner": "none", "error": "out of memory"}
+    assert ratios.add(lost) == lost
+
+
+def test_the_learner_benchmark_prints_and_keeps_its_rows(learner, monkeypatch, capsys, tmp_path):
+    options = ["--models", "tiny", "--device", "cpu", "--total", "96", "--longest", "32", "--budget-tokens", "64"]
+    options += ["--repeats", "1", "--learners", "int8_w8a8", "transformers", "unknown"]
+    monkeypatch.setattr(sys, "argv", ["learner.py", *options, "--rows", str(tmp_path / "rows.jsonl")])
+    learner.main()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["learner"] for row in rows] == ["transformers", "int8_w8a8", "unknown", *learner.HEADS]
+    assert ["error" in row for row in rows] == [False, False, True, False, False]
+    assert "unknown quantization scheme" in rows[2]["error"]
+    assert all(row["tokens"] in (64, 95, 96) and row["x_peer"] > 0 for row in (rows[1], rows[4]))
+    assert sum(line.startswith("| tiny") for line in capsys.readouterr().out.splitlines()) == len(rows)
+
+
+@pytest.fixture
+def iteration(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("iteration")
+
+
+def test_sizes_that_one_side_cannot_divide_are_refused(iteration, capsys):
+    args = iteration.parse(["--prompts", "4", "--samples", "2"])
+    assert (args.generation_batch, args.trl_rows) == (8, 8)
+    for sizes, reason in [
+        (["--trl-rows", "3"], "does not divide the 8 samples"),
+        (["--trl-rows", "4", "--generation-batch", "2"], "must be a multiple"),
+        (["--iterations", "1"], "the first is not counted"),
+    ]:
+        with pytest.raises(SystemExit):
+            iteration.parse(["--prompts", "4", "--samples", "2", *sizes])
+        assert reason in capsys.readouterr().err
+
+
+def test_only_the_processes_of_trl_see_its_folder(iteration, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/src")
+    args = iteration.parse(["--learners", "none", "trl-vllm", "trl", "--trl-path", "/trl", "--vllm-path", "/vllm"])
+    jobs = iteration.make_jobs(args)
+    assert [(job.case["learner"], job.environment["PYTHONPATH"]) for job in jobs] == [
+        ("trl", "/trl:/src"),
+        ("trl-vllm", "/trl:/vllm:/src"),
+        ("none", "/src"),
+    ]
+    peers = {}
+    rows = [{"learner": name, "tokens_per_s": rate} for name, rate in [("trl", 2.0), ("none", 6.0)]]
+    assert [iteration.with_ratios(row, peers) for row in rows] == [rows[0], rows[1] | {"x_trl": 3.0}]
+
+
+def test_the_iteration_benchmark_prints_and_keeps_its_rows(iteration, monkeypatch, capsys, tmp_path):
+    options = ["--model", "tiny", "--device", "cpu", "--prompts", "2", "--samples", "2", "--prompt", "6"]
+    options += ["--tokens", "5", "--learners", "none", "--rows", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["iteration.py", *options])
+    iteration.main()
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert "| none | " in capsys.readouterr().out
+    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 5 / row["iteration"])
+    assert sum(row[name] for name in iteration.PHASES) == pytest.approx(row["iteration"])
+    assert min(row[name] for name in ("generate", "forward_backward", "step", "refresh")) > 0
