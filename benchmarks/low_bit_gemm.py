@@ -1,11 +1,11 @@
-"""Time the ways to cut each low-bit product, and print the fastest: what the tables of the Triton kernels are set from.
+"""Time the ways to cut the low-bit products of many rows, and print the fastest: what the kernels' tables are set from.
 
-    python benchmarks/low_bit_gemm.py [--kinds int8 fp8_block weight_only quantize] [--rows 64 1024]
+    python benchmarks/low_bit_gemm.py [--kinds int8 fp8_block quantize] [--rows 512 4096]
 
-Layers of Qwen3-8B. `int8`: `torch._int_mm` and the epilogue against tiles, for `triton_int8.TILES`. `fp8_block`: tiles
-for `triton_fp8.TILES`. `weight_only`: int4 in groups of 128 and nvfp4, fused against dequantizing first, for
-`triton_weight_only.TILES` and `FUSED_ROWS`. `quantize`: the row quantizers, eager and fused. Each line gives the bf16
-product's time, then all candidates from the fastest on, in microseconds. Activations are quantized beforehand.
+Layers of Qwen3-8B; `decode_gemm.py` is for few rows. `int8`: `torch._int_mm` and the epilogue against tiles, for
+`triton_int8.TILES`. `fp8_block`: tiles for `triton_fp8.TILES`. `quantize`: the row quantizers, eager and fused. Each
+line gives the bf16 product's time, then all candidates from the fastest on, in microseconds. Activations are quantized
+beforehand.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ import torch
 import torch.nn.functional as F
 from side_by_side import Timer, card
 
-from lqrl.quant import kernels, rows, triton_fp8, triton_int8, triton_weight_only
+from lqrl.quant import kernels, rows, triton_fp8, triton_int8
 from lqrl.quant import numerics as q
-from lqrl.quant.packed import PackedWeight, as_bytes
 from lqrl.quant.triton_tiles import Tile
-from lqrl.quant.triton_weight_only import DecodeTile
 
 QWEN3_8B = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)}
-ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
+ROWS = [512, 1024, 4096, 16384]
 Candidates = dict[str, Callable[[], object]]
 
-DECODE = [
-    Tile(bm, bn, bk, 4, 4) for bm in (16, 32, 64, 128) for bn, bk in ((32, 256), (64, 128), (64, 256), (128, 128))
-]
 PREFILL = [
     Tile(bm, bn, 128, warps, stages, tma)
     for bm, bn, warps, stages in (
@@ -45,24 +40,10 @@ PREFILL = [
     )
     for tma in (False, True)
 ]
-FUSED = [
-    DecodeTile(n, k, warps, stages)
-    for n, k, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (64, 256, 4), (128, 64, 4))
-    for stages in (3, 5)
-]
 
 
-def tiles_for(m: int) -> list[Tile]:
-    """Candidates whose height fits ``m``."""
-    if m >= 256:
-        return PREFILL
-    return [t for t in DECODE if t.m <= max(2 * m, 16) and t.m >= min(m, 64)]
-
-
-def label(tile: Tile | DecodeTile) -> str:
-    height = f"{tile.m}x" if isinstance(tile, Tile) else ""
-    tma = " tma" if isinstance(tile, Tile) and tile.tma else ""
-    return f"{height}{tile.n}x{tile.k} w{tile.warps} s{tile.stages}{tma}"
+def label(tile: Tile) -> str:
+    return f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages}{' tma' * tile.tma}"
 
 
 def int8(m: int, k: int, n: int, device: torch.device) -> Candidates:
@@ -76,7 +57,7 @@ def int8(m: int, k: int, n: int, device: torch.device) -> Candidates:
         return triton_int8.epilogue(backend.mm(codes, packed, n), scale, token_scale, None, torch.bfloat16)
 
     found: Candidates = {"_int_mm + epilogue": library}
-    for tile in tiles_for(m):
+    for tile in PREFILL:
         found[label(tile)] = functools.partial(
             triton_int8.gemm, codes, packed, scale, token_scale, None, torch.bfloat16, tile
         )
@@ -88,26 +69,7 @@ def fp8_block(m: int, k: int, n: int, device: torch.device) -> Candidates:
     codes, x_scale = rows.quantize_fp8_group(torch.randn(m, k, device=device, dtype=torch.bfloat16))
     weight, scale = rows.quantize_fp8_block(torch.randn(n, k, device=device, dtype=torch.bfloat16))
     run = functools.partial(triton_fp8.block_scaled, codes, x_scale, weight, scale, torch.bfloat16)
-    return {label(t): functools.partial(run, t) for t in tiles_for(m) if t.k == 128 and t.n <= 128}
-
-
-def weight_only(m: int, k: int, n: int, device: torch.device) -> Candidates:
-    """Fused and dequantize-then-multiply, int4 and nvfp4."""
-    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
-    packed, scale = rows.quantize_int4_packed(weight, 128)
-    codes, block_scale, whole = q.quantize_nvfp4(weight)
-    formats = {
-        "int4": PackedWeight("int4", as_bytes(packed), scale),
-        "nvfp4": PackedWeight("nvfp4", q.pack_fp4(codes), block_scale, whole),
-    }
-    found: Candidates = {}
-    for name, held in formats.items():
-        found[f"{name} dequantize"] = lambda held=held: F.linear(x, triton_weight_only.dequantize(held, torch.bfloat16))
-        if m <= 256:
-            run = functools.partial(triton_weight_only.linear, x, held, None, torch.bfloat16)
-            found |= {f"{name} {label(t)}": functools.partial(run, t) for t in FUSED}
-    return found
+    return {label(t): functools.partial(run, t) for t in PREFILL if t.n <= 128}
 
 
 def quantize(m: int, k: int, n: int, device: torch.device) -> Candidates:
@@ -124,7 +86,7 @@ def quantize(m: int, k: int, n: int, device: torch.device) -> Candidates:
     }
 
 
-KINDS = {"int8": int8, "fp8_block": fp8_block, "weight_only": weight_only, "quantize": quantize}
+KINDS = {"int8": int8, "fp8_block": fp8_block, "quantize": quantize}
 
 
 def runs(candidates: Candidates) -> Candidates:
@@ -161,7 +123,7 @@ def main() -> None:
                 base = times.pop("bf16") * 1e3
                 best = sorted(times.items(), key=lambda item: item[1])[: args.show]
                 shown = "; ".join(f"{name} {ms * 1e3:.1f}" for name, ms in best)
-                library = {f: times[f] for f in ("_int_mm + epilogue", "int4 dequantize") if f in times}
+                library = {f: times[f] for f in ("_int_mm + epilogue",) if f in times}
                 rest = "".join(f"; {name} {ms * 1e3:.1f}" for name, ms in library.items() if name not in dict(best))
                 print(f"{kind} M {m} {layer} K {k} N {n}: bf16 {base:.1f} | {shown}{rest}", flush=True)
 

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from lqrl.algorithms.logprobs import head_logits
 from lqrl.engines.base import EngineSpec
-from lqrl.engines.lean import LeanDecoder, fuse_projections_
-from lqrl.modeling.attention import AttentionContext, PackedContext
+from lqrl.engines.fused_decoder import FusedDecoder
+from lqrl.engines.layers import fuse_projections_
+from lqrl.engines.lean import LeanDecoder
+from lqrl.engines.probe import Probe, Run, deviation
+from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
 from lqrl.modeling.exact import exact_engine_
-from lqrl.quant import exact
+from lqrl.quant import exact, triton_use
 from lqrl.quant.adapters import attach_adapters_
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.kv import prepare_kv_
@@ -23,6 +26,13 @@ from lqrl.quant.prepare import convert_
 from lqrl.quant.walk import walk
 
 log = logging.getLogger(__name__)
+
+_BIT_LENGTHS = (5, 1, 3)  # of the sequences that must give the same bits
+_FUSED_LENGTHS = (150, 33, 2)  # of those that fused kernels are compared on: several blocks of keys
+# Fused kernels may lie this many times as far from the plain layers as one rounding of every attention's result moves
+# those. They differ from them in a few roundings a layer: of weights and sums in attention, of sums in norms. A wrong
+# kernel is far beyond: its error is a part of the result, not of its last place.
+_ROUNDINGS = 8.0
 
 
 class Decoder:
@@ -37,10 +47,15 @@ class Decoder:
         shapes: heads and widths of each attention layer.
         vocabulary: rows of the output head.
         device: where the model is.
-        lean: the short cut through the layers that gives the same bits, or ``None``; chosen at the first refresh.
+        lean: the short cut through the layers, or ``None``; chosen at the first refresh. It gives the same bits, but
+            for `FusedDecoder`, which gives the same result up to rounding.
+
+    Args:
+        spec: what to build.
+        fused: let `FusedDecoder` run the layers where it can: on CUDA, out of exact mode.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, fused: bool = True) -> None:
         with torch.no_grad():
             self.model = load_model(spec.config, dtype=spec.dtype, device=spec.device)
             self.shapes = attention_shapes(self.model)
@@ -68,7 +83,9 @@ class Decoder:
             elif not weight.is_cuda and weight.dtype != torch.float32:
                 self.head = weight.float()
         self._coded = [module for _, module in walk(self.model) if isinstance(module, CodeModule)]
-        self.lean: LeanDecoder | None = None
+        self.lean: LeanDecoder | FusedDecoder | None = None
+        self._fuses = fused and not spec.exact and triton_use.serves(self.device) and spec.max_model_len > 1
+        self._dtype = spec.dtype
         self._max_positions = spec.max_model_len
         self._chosen = False
 
@@ -100,30 +117,60 @@ class Decoder:
             self._choose()
 
     def _choose(self) -> None:
-        """Take the fastest way through the layers that equals transformers' bit for bit on these weights."""
-        device = self.device
-        lengths = [n for n in (5, 1, 3) if n <= self._max_positions]
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        tokens = (torch.arange(len(positions), device=device) * 7919 + 1) % self.vocabulary
-
-        def run(decoder: LeanDecoder | None) -> Tensor:
-            self.lean = decoder
-            with torch.autocast(device.type, enabled=False):
-                return self(tokens, positions, PackedContext(lengths, device, exact=self.exact))
-
-        expected = run(None)
+        """Take the fastest way through the layers that is right on these weights."""
+        probe = Probe(_BIT_LENGTHS, self._max_positions, self.vocabulary, self.device, self.exact)
+        expected = probe.packed(self._through(None))
         if not bool(expected.isfinite().all()):
             return  # weights that compute nothing decide nothing
-        self._chosen, reason = True, "another result"
-        norms = (False,) if self.exact else (True, False)
+        self._chosen = True
+        if not (self._fuses and self._choose_fused()):
+            self._choose_equal(probe, expected)
+
+    def _choose_equal(self, probe: Probe, expected: Tensor) -> None:
+        """Take the fastest way that equals transformers' bit for bit."""
+        reason, norms = "another result", (False,) if self.exact else (True, False)
         for fused_norms, fused in itertools.product(norms, (self._fused, {}) if self._fused else ({},)):
             try:
                 candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms, fused)
             except NotImplementedError as error:
                 reason = str(error)
                 break
-            if torch.equal(run(candidate), expected):
+            if torch.equal(probe.packed(self._through(candidate)), expected):
                 log.info("decoder layers run lean, fused norms %s, fused products %d", fused_norms, len(fused))
+                self.lean = candidate
                 return
-        self.lean = None
         log.info("decoder layers run as transformers has them: %s", reason)
+
+    def _choose_fused(self) -> bool:
+        """Take the fused kernels if they lie as near to transformers' layers as rounding does."""
+        try:
+            candidate = FusedDecoder(self.model, self.shapes, self._max_positions, self._fused)
+        except NotImplementedError as error:
+            log.info("decoder layers run without fused kernels: %s", error)
+            return False
+        probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, self.exact)
+        plain, shapes = self._through(None), [shape for _, shape in sorted(self.shapes.items())]
+        expected = probe.packed(plain)
+        rounding = max(deviation(probe.shaken(plain, seed), expected) for seed in range(2))
+        allowed = _ROUNDINGS * max(rounding, torch.finfo(self._dtype).eps)
+        found = deviation(probe.in_slots(self._through(candidate), shapes, self._dtype), expected)
+        if found > allowed:
+            log.warning(
+                "decoder layers run without fused kernels: hidden states differ by %.1e, rounding explains %.1e",
+                found, allowed,
+            )  # fmt: skip
+            return False
+        log.info("decoder layers run fused: hidden states differ by %.1e, rounding explains %.1e", found, allowed)
+        self.lean = candidate
+        return True
+
+    def _through(self, lean: LeanDecoder | FusedDecoder | None) -> Run:
+        """The hidden states by this way through the layers."""
+
+        def run(tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+            with torch.autocast(self.device.type, enabled=False):
+                if lean is not None:
+                    return lean(tokens, positions, context)
+                return run_decoder(self.model, tokens[None], positions[None], context)
+
+        return run

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import exact
+from lqrl.quant.triton_use import use_triton
 from lqrl.types import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
@@ -104,6 +105,9 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
     """Draw a token for each row after temperature, then top-k, then top-p of what top-k kept.
 
+    On NVIDIA GPUs Triton kernels draw from the whole vocabulary; their tokens are those of `sample_eager` unless a
+    uniform falls within rounding of the boundary of two.
+
     Args:
         logits: ``[R, V]`` float32.
         uniform: ``[R]`` float64, see `uniforms`; not read when ``params.temperature`` is 0.
@@ -113,6 +117,16 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sa
         The tokens with log-probs under the distribution they were drawn from; greedy tokens with those of
         temperature 1.
     """
+    if params.truncates or not use_triton(logits):
+        return sample_eager(logits, uniform, params)
+    from lqrl.engines import triton_draw
+
+    uniform = _given(uniform) if params.temperature else None
+    return Sampled(*triton_draw.draw(logits.contiguous(), uniform, params.temperature or 1.0), None)
+
+
+def sample_eager(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
+    """`sample` in torch operations."""
     if params.temperature not in (0, 1):
         logits = logits / params.temperature
     if params.truncates:

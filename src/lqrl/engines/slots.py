@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lqrl.engines.layers import Rotation
 from lqrl.modeling.attention import AttentionContext, PackedContext, decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
 from lqrl.quant import exact
@@ -108,6 +110,18 @@ class SlotCache:
             flat = new[0].transpose(0, 1).reshape(-1, width)
             _plain(view).view(-1, width).index_copy_(0, rows, _plain(flat))
 
+    def rotate_and_write(
+        self, layer: int, product: Sequence[Tensor], rotation: Rotation, positions: Tensor, slots: Tensor | None
+    ) -> Tensor:
+        """Store keys and values of query, key and value products; the rotated queries ``[N, H, D]``. On CUDA.
+
+        Arguments as for `lqrl.engines.triton_cache_write.rotate_and_store`.
+        """
+        from lqrl.engines.triton_cache_write import rotate_and_store
+
+        scales = self._layer_scales[layer] if self._method is not None else None
+        return rotate_and_store(product, rotation, positions, slots, self._views[layer], self._method, scales)
+
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, Hkv, length, D]`` of the first slots and tokens, in the cache's ``dtype``."""
         keys, values = (x.values(self.dtype) if isinstance(x, Cached) else x for x in self.stored(layer, slots, length))
@@ -154,7 +168,27 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-class PrefillContext(PackedContext):
+class SlotContext(AttentionContext):
+    """A context whose keys and values lie in slots: `lqrl.engines.fused_decoder` hands it products as they are."""
+
+    @abstractmethod
+    def attend_product(
+        self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
+    ) -> Tensor:
+        """Rotate, store and attend.
+
+        Args:
+            layer_idx: which layer.
+            product: query, key and value before norms and rotation, ``[N, heads * width]`` each.
+            rotation: norms and rotation of the layer.
+            shape: of its attention.
+
+        Returns:
+            ``[N, H * Dv]``.
+        """
+
+
+class PrefillContext(PackedContext, SlotContext):
     """Whole prompts, attending to themselves and leaving their keys and values in the cache.
 
     Args:
@@ -171,6 +205,17 @@ class PrefillContext(PackedContext):
         self._slots = torch.tensor(slots).repeat_interleave(counts).to(cache.device)
         self._cache = cache
         self._rows: dict[int, Tensor] = {}
+        starts = counts.cumsum(0) - counts
+        table = torch.stack([starts, counts, torch.tensor(slots), torch.zeros_like(counts)])
+        self._in_slots = exact.Sequences(table.to(cache.device), self.longest)
+
+    def attend_product(
+        self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
+    ) -> Tensor:
+        """Every prompt attends to what it has left in its slot."""
+        q = self._cache.rotate_and_write(layer_idx, product, rotation, self.position_ids, self._slots)
+        stored = self._cache.stored(layer_idx, self._cache.slots, self._cache.length)
+        return exact.attention(q, *stored, self._in_slots, shape.scaling, shape.sliding_window).flatten(1)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
@@ -183,7 +228,7 @@ class PrefillContext(PackedContext):
         return super().attend(layer_idx, q, k, v, scaling, sliding_window)
 
 
-class DecodeContext(AttentionContext):
+class DecodeContext(SlotContext):
     """One new token for each of the first ``R`` slots; it sees itself and what its slot holds before it.
 
     Args:
@@ -198,16 +243,14 @@ class DecodeContext(AttentionContext):
         self._positions = positions
         self._length = length
         self._dtype = dtype
-        self._slots = torch.arange(positions.shape[0], device=positions.device)
         self._rows: dict[int, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
         self._open: Tensor | None = None
         self._sequences: exact.Sequences | None = None
         if cache.exact:
-            table = torch.stack([self._slots, torch.ones_like(self._slots), self._slots, positions])
+            slots = self._slots()
+            table = torch.stack([slots, torch.ones_like(slots), slots, positions])
             self._sequences = exact.Sequences(table, 1)
-        else:
-            self._open = live_bias(positions, cache.length, dtype)
 
     def advance(self) -> None:
         """Go to the next token of every slot."""
@@ -217,8 +260,8 @@ class DecodeContext(AttentionContext):
             rows += 1
         if self._sequences is not None:
             self._sequences.table[3] += 1
+        self._bias.clear()
         if self._open is not None:
-            self._bias.clear()
             self._open.view(-1, self._cache.length).scatter_(1, self._positions[:, None], 0)
 
     def attend(
@@ -227,9 +270,9 @@ class DecodeContext(AttentionContext):
         """Write the new keys and values, then attend over the live ones."""
         heads = k.shape[1]
         if heads not in self._rows:
-            self._rows[heads] = self._cache.rows(heads, self._slots, self._positions)
+            self._rows[heads] = self._cache.rows(heads, self._slots(), self._positions)
         self._cache.write(layer_idx, self._rows[heads], k, v)
-        query, held = q[0].transpose(0, 1), (layer_idx, self._slots.shape[0], self._length)
+        query, held = q[0].transpose(0, 1), (layer_idx, len(self._positions), self._length)
         if self._sequences is not None:
             stored = self._cache.stored(*held)
             return exact.attention(query, *stored, self._sequences, scaling, sliding_window)[None]
@@ -237,7 +280,22 @@ class DecodeContext(AttentionContext):
             self._bias[sliding_window] = self._make_bias(sliding_window)
         return decode_attention(query, *self._cache.read(*held), self._bias[sliding_window], scaling)[None]
 
+    def attend_product(
+        self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
+    ) -> Tensor:
+        """`attend` in two kernels, which read the live tokens alone."""
+        from lqrl.engines.triton_decode_attention import attend
+
+        q = self._cache.rotate_and_write(layer_idx, product, rotation, self._positions, None)
+        stored = self._cache.stored(layer_idx, self._cache.slots, self._cache.length)
+        return attend(q, *stored, self._positions, shape.scaling, shape.sliding_window).flatten(1)
+
+    def _slots(self) -> Tensor:
+        return torch.arange(len(self._positions), device=self._positions.device)
+
     def _make_bias(self, window: int | None) -> Tensor:
-        if self._open is not None and (window is None or window >= self._length):
-            return self._open[..., : self._length]
-        return live_bias(self._positions, self._length, self._dtype, window)
+        if window is not None and window < self._length:
+            return live_bias(self._positions, self._length, self._dtype, window)
+        if self._open is None:
+            self._open = live_bias(self._positions, self._cache.length, self._dtype)
+        return self._open[..., : self._length]

@@ -52,6 +52,9 @@ class TorchEngineFactory(EngineFactory):
             sets no limit beside ``max_num_seqs``.
         host_interval: decode steps between two looks at the device for finished samples; ``None`` is 1 on the CPU
             and 8 elsewhere. Samples do not depend on it.
+        fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
+            `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels, as the
+            learner's do. Exact mode has kernels of its own.
         cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`.
 
     Raises:
@@ -62,6 +65,7 @@ class TorchEngineFactory(EngineFactory):
     max_num_batched_tokens: int = 8192
     kv_cache_tokens: int | None = None
     host_interval: int | None = None
+    fused: bool = True
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
@@ -88,7 +92,7 @@ class TorchEngine(RolloutEngine):
     def __init__(self, spec: EngineSpec, options: TorchEngineFactory) -> None:
         self.spec = spec
         self.options = options
-        self.decoder = Decoder(spec)
+        self.decoder = Decoder(spec, options.fused)
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
         self._asleep = False

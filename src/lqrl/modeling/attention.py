@@ -51,7 +51,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: flo
 
     Args:
         q: ``[R, H, D]``.
-        k, v: ``[R, Hkv, L, D]``, usually a view of the cache.
+        k, v: ``[R, Hkv, L, D]``, usually a view of the cache; values may have another width.
         bias: ``[R, 1, 1, L]`` in the dtype of ``q``; 0 where the key is live, ``-inf`` elsewhere.
         scaling: factor of the scores.
 
@@ -62,7 +62,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: flo
     kv_heads = k.shape[1]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
     mask = bias.expand(rows, kv_heads, heads // kv_heads, k.shape[2])
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(rows, heads, width)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(rows, heads, -1)
 
 
 def live_bias(positions: Tensor, length: int, dtype: torch.dtype, sliding_window: int | None = None) -> Tensor:

@@ -186,7 +186,7 @@ def _swap_(model: PreTrainedModel, linear: Callable[[str, Any], nn.Module]) -> i
         elif type(module) in rotaries:
             scaling: Any = module.attention_scaling
             replaced[name] = ExactRotary(module.get_buffer("inv_freq"), scaling)
-        elif _is_silu(module):
+        elif is_silu(module):
             replaced[name] = ExactSiLU()
         elif not isinstance(module, nn.Embedding) and next(module.children(), None) is None:
             raise NotImplementedError(f"{name} ({type(module).__name__}) has no exact counterpart; {_SUPPORTED}")
@@ -221,7 +221,8 @@ def _known(model: PreTrainedModel) -> tuple[set[type[nn.Module]], set[type[nn.Mo
     )
 
 
-def _is_silu(module: nn.Module) -> bool:
+def is_silu(module: nn.Module) -> bool:
+    """Whether ``module`` computes SiLU and nothing else."""
     from transformers.activations import SiLUActivation
 
     return type(module) in (nn.SiLU, SiLUActivation)

@@ -25,7 +25,8 @@ def operand(codes: Tensor) -> Tensor:
 def row_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``dtype((x @ weight.T) * weight_scale * x_scale)``.
 
-    On CUDA with a bf16 result this is one call with fast accumulation, whose bits are those of vLLM's CUTLASS kernel.
+    On CUDA with a bf16 result this is one call with fast accumulation, whose bits are those of vLLM's CUTLASS kernel;
+    or a Triton kernel with the same chain of sums, where that is faster (`triton_fp8.ROW_TILES`).
 
     Args:
         x: e4m3 codes ``[M, K]``.
@@ -36,6 +37,12 @@ def row_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor,
     """
     if _on_tensor_cores(weight):
         x, columns = x.contiguous(), weight.t()
+        if dtype == torch.bfloat16 and use_triton(weight, TENSOR_CORES_FP8):
+            from lqrl.quant import triton_fp8, triton_scaled
+
+            tile = triton_fp8.row_tile_for(len(x), len(weight))
+            if tile is not None:
+                return triton_scaled.gemm(x, weight.contiguous(), weight_scale, x_scale, None, dtype, tile)
         if dtype == torch.bfloat16:
             return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
                 x, columns, x_scale.contiguous(), weight_scale.view(1, -1), out_dtype=dtype, use_fast_accum=True

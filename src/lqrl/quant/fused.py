@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,8 +11,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lqrl.quant.linear import QuantizedLinear
+from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 
 Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedProduct:
+    """The product of one input with several weights of a format.
+
+    Attributes:
+        method: the format's operations.
+        operands: of all weights, one after the other.
+        bias: of all layers, or none.
+    """
+
+    method: LinearMethod
+    operands: Operands
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N1 + N2 + ...]``."""
+        return self.method.linear(x, self.operands, self.bias)
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """What `coded` takes, see `LinearMethod.token_codes`."""
+        return self.method.token_codes
+
+    def coded(self, x: Coded, dtype: torch.dtype) -> Tensor:
+        """The product of tokens that are quantized already, in ``dtype``, which theirs was."""
+        return self.method.coded_linear(x, self.operands, self.bias, dtype)
 
 
 @torch.no_grad()
@@ -67,7 +97,7 @@ def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:
     if bias is not None:
         for layer, own in zip(layers, bias.split(widths), strict=True):
             layer.bias = own
-    return partial(first.method.linear, operands=operands, bias=bias)
+    return QuantizedProduct(first.method, operands, bias)
 
 
 def _row_counts(

@@ -56,11 +56,24 @@ class Int8Backend(ABC):
 
     @torch.no_grad()
     def linear(self, x: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-        """`int8_linear` of 2-D `x` [M, K]; here with tensor operations around `mm`."""
+        """`int8_linear` of 2-D `x` [M, K]; here a quantizer, then `coded_linear`."""
         codes, token_scale = quantize_int8_token(x)
+        return self.coded_linear(codes, token_scale, packed, weight_scale, bias, x.dtype)
+
+    @torch.no_grad()
+    def coded_linear(
+        self,
+        codes: Tensor,
+        token_scale: Tensor,
+        packed: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`int8_coded_linear`; here with tensor operations around `mm`."""
         acc = self.mm(codes, packed, weight_scale.shape[0])
-        out = acc.float().mul_(weight_scale.view(1, -1)).mul_(token_scale).to(x.dtype)
-        return out if bias is None else out + bias.to(x.dtype)
+        out = acc.float().mul_(weight_scale.view(1, -1)).mul_(token_scale).to(dtype)
+        return out if bias is None else out + bias.to(dtype)
 
 
 class FloatBackend(Int8Backend):
@@ -118,19 +131,26 @@ class TorchBackend(Int8Backend):
         return product[:m, :n]
 
     @torch.no_grad()
-    def linear(self, x: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def coded_linear(
+        self,
+        codes: Tensor,
+        token_scale: Tensor,
+        packed: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """As the base class, through Triton kernels where the GPU has them."""
-        if not use_triton(x):
-            return super().linear(x, packed, weight_scale, bias)
+        if not use_triton(codes):
+            return super().coded_linear(codes, token_scale, packed, weight_scale, bias, dtype)
         from lqrl.quant import triton_int8
 
-        (m, k), n = x.shape, weight_scale.shape[0]
+        (m, k), n = codes.shape, weight_scale.shape[0]
         _check_packed(packed, (n + -n % 8, k + -k % 8))
-        codes, token_scale = quantize_int8_token(x)
         tile = triton_int8.tile_for(m, n, k)
         if tile is None:
-            return triton_int8.epilogue(self.mm(codes, packed, n), weight_scale, token_scale, bias, x.dtype)
-        return triton_int8.gemm(codes, packed, weight_scale, token_scale, bias, x.dtype, tile)
+            return triton_int8.epilogue(self.mm(codes, packed, n), weight_scale, token_scale, bias, dtype)
+        return triton_int8.gemm(codes, packed, weight_scale, token_scale, bias, dtype, tile)
 
 
 class NativeBackend(Int8Backend):
@@ -317,6 +337,21 @@ def int8_linear(x: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | 
     if x.dim() == 2:
         return _backend(x.device).linear(x, packed, weight_scale, bias)
     return _backend(x.device).linear(x.reshape(-1, k), packed, weight_scale, bias).view(*x.shape[:-1], n)
+
+
+def int8_coded_linear(
+    codes: Tensor, token_scale: Tensor, packed: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`int8_linear` of tokens that are quantized already: [M, N] in `dtype`, the same bits.
+
+    Args:
+        codes: int8 [M, K], from `numerics.quantize_int8_token` of tokens in `dtype`.
+        token_scale: fp32 [M, 1].
+        packed, weight_scale, bias: as for `int8_linear`.
+        dtype: fp32 or bf16.
+    """
+    _check_codes(codes)
+    return _backend(codes.device).coded_linear(codes, token_scale, packed, weight_scale, bias, dtype)
 
 
 def _check_codes(codes: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.low_rank import Factor, low_rank
-from lqrl.quant.methods.base import LinearMethod, Operands
+from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 from lqrl.quant.numerics import shared_amax
 
 BackwardMode = Literal["high_precision", "dequantized"]
@@ -320,6 +320,16 @@ class QuantizedLinear(CodeModule):
         return low_rank(
             y, input, self.lora_A.weight.to(y.dtype), self.lora_B.weight.to(y.dtype), self.scaling, self.exact
         )
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """What `coded` takes: see `LinearMethod.token_codes`; none beside an adapter, which reads the input itself."""
+        return self.method.token_codes if self.lora_A is None else None
+
+    @torch.no_grad()
+    def coded(self, x: Coded, dtype: torch.dtype) -> Tensor:
+        """`forward` of tokens that are quantized already: ``[M, out_features]`` in ``dtype``, which theirs was."""
+        return self.method.coded_linear(x, self._ready()["operand"][0], self.bias, dtype)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ WIDEST = 32768  # a longer row is read twice instead of kept in registers
 _CHUNK = 4096  # elements of one program of the group and tensor kernels
 _INF = tl.constexpr(float("inf"))
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
-_NAN_CODE = tl.constexpr(0x7F)
+NAN_CODE = tl.constexpr(0x7F)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _values(pointer, mask, BF16: tl.constexpr, ROUND: tl.constexpr = False):
 
 
 @triton.jit
-def _amax(x, axis: tl.constexpr):
+def magnitude(x: tl.tensor, axis: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Largest magnitude, and whether it is NaN or inf: magnitudes are ordered as their bits, NaN above inf."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     return bits.to(tl.float32, bitcast=True), bits >= 0x7F800000
@@ -64,7 +64,19 @@ def _fp8_scale(amax, bad, floor):
 
 
 @triton.jit
-def _row_codes(x, scale, factor, FP8: tl.constexpr):
+def row_scale(
+    amax: tl.tensor, bad: tl.tensor, largest: float, floor: float, FP8: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The scale of rows with this magnitude, see `magnitude`, and what `row_codes` takes besides."""
+    if FP8:
+        scale = _fp8_scale(amax, bad, floor)
+        return scale, scale
+    else:
+        return _int8_scales(amax, bad, largest, floor)
+
+
+@triton.jit
+def row_codes(x: tl.tensor, scale: tl.tensor, factor: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
     """Codes of finite values; the scale is known to fit them."""
     if FP8:
         return to_e4m3(quotient(x, scale), False)
@@ -86,29 +98,25 @@ def quantize_row(
         values_ptr = tl.multiple_of(values_ptr, 16)
         first_ptr = tl.multiple_of(first_ptr, 16)
     x = _values(values_ptr, offsets < columns, BF16, ROUND)
-    amax, bad = _amax(x, 0)
+    amax, bad = magnitude(x, 0)
     for index in range(REST):
         part = (index + 1) * BLOCK + offsets
-        part_amax, part_bad = _amax(_values(x_ptr + part, part < columns, BF16, ROUND), 0)
+        part_amax, part_bad = magnitude(_values(x_ptr + part, part < columns, BF16, ROUND), 0)
         amax = tl.maximum(amax, part_amax)
         bad = bad | part_bad
-    if FP8:
-        scale = _fp8_scale(amax, bad, floor)
-        factor = scale
-    else:
-        scale, factor = _int8_scales(amax, bad, largest, floor)
+    scale, factor = row_scale(amax, bad, largest, floor, FP8)
     tl.store(scale_ptr, scale)
     if bad:  # a branch of the whole program costs less than a choice for each element
-        code = tl.full((BLOCK,), _NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
+        code = tl.full((BLOCK,), NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
         for index in range(REST + 1):
             part = index * BLOCK + offsets
             tl.store(codes_ptr + part, code, mask=part < columns)
     else:
-        tl.store(first_ptr, _row_codes(x, scale, factor, FP8), mask=offsets < columns)
+        tl.store(first_ptr, row_codes(x, scale, factor, FP8), mask=offsets < columns)
         for index in range(REST):
             part = (index + 1) * BLOCK + offsets
             x = _values(x_ptr + part, part < columns, BF16, ROUND)
-            tl.store(codes_ptr + part, _row_codes(x, scale, factor, FP8), mask=part < columns)
+            tl.store(codes_ptr + part, row_codes(x, scale, factor, FP8), mask=part < columns)
 
 
 @triton.jit
@@ -132,10 +140,10 @@ def _groups(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = _values(x_ptr + row * stride + offsets, offsets < columns, BF16)
-    amax, bad = _amax(x, 1)
+    amax, bad = magnitude(x, 1)
     scale = _fp8_scale(tl.maximum(amax, floor), bad, 0.0)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
-    codes = tl.where(bad[:, None], _NAN_CODE, _row_codes(x, scale[:, None], 1.0, True)).to(tl.uint8)
+    codes = tl.where(bad[:, None], NAN_CODE, row_codes(x, scale[:, None], 1.0, True)).to(tl.uint8)
     tl.store(codes_ptr + row * columns + offsets, codes, mask=offsets < columns)
 
 
@@ -148,7 +156,7 @@ def _int4_groups(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = _values(x_ptr + row * stride + offsets, offsets < columns, BF16)
-    amax, bad = _amax(x, 1)
+    amax, bad = magnitude(x, 1)
     scale = tl.maximum(tl.math.div_rn(amax, largest), floor)
     if SCALE_BF16:
         scale = rounded_to_bf16(scale)
@@ -171,11 +179,11 @@ def _blocks(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     x = _values(x_ptr + row[:, None] * stride + column[None, :], mask, BF16)
-    by_row, bad_rows = _amax(x, 1)
+    by_row, bad_rows = magnitude(x, 1)
     amax, bad = tl.max(by_row, 0), tl.max(bad_rows.to(tl.int32), 0) != 0
     scale = _fp8_scale(tl.maximum(amax, floor), bad, 0.0)
     tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale)
-    codes = tl.where(bad, _NAN_CODE, to_e4m3(x * tl.math.div_rn(1.0, scale))).to(tl.uint8)
+    codes = tl.where(bad, NAN_CODE, to_e4m3(x * tl.math.div_rn(1.0, scale))).to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=mask)
 
 
@@ -188,7 +196,7 @@ def _whole(x_ptr, amax_ptr, codes_ptr, scale_ptr, elements, floor, BF16: tl.cons
     scale = _fp8_scale(tl.maximum(amax, floor), bad, 0.0)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
-    codes = tl.where(bad | (x != x), _NAN_CODE, to_e4m3(x * tl.math.div_rn(1.0, scale))).to(tl.uint8)
+    codes = tl.where(bad | (x != x), NAN_CODE, to_e4m3(x * tl.math.div_rn(1.0, scale))).to(tl.uint8)
     tl.store(codes_ptr + offsets, codes, mask=offsets < elements)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from lqrl.quant.triton_use import tiles
+
 GROUP = 8
 """Row tiles that share weight tiles in L2."""
 
@@ -21,6 +23,8 @@ class Tile:
         m, n, k: sizes of a tile.
         warps, stages: of a program, and of its pipeline.
         tma: load by the bulk copy engine; needs K in multiples of 16 bytes and no padding.
+        tall: the weight takes the side of the tensor cores' instruction that is 64 high, so that few rows fill it.
+        splits: parts of K that different programs add up; their sums are added afterwards, in order.
     """
 
     m: int
@@ -29,6 +33,15 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False
+    tall: bool = False
+    splits: int = 1
+
+
+def split_steps(k: int, tile: Tile) -> tuple[int, int]:
+    """Steps of ``tile.k`` inputs that a split takes, and how many splits: at most ``tile.splits``, all equally long."""
+    steps = tiles(k, tile.k)
+    splits = next(s for s in range(tile.splits, 0, -1) if steps % s == 0)
+    return steps // splits, splits
 
 
 @triton.jit

@@ -1,56 +1,50 @@
 """Products with packed low-bit weights: dequantized inside the GEMM for few rows, or all at once for many.
 
 A value is ``code * scale`` in fp32, rounded once to the compute dtype: the bits of `lqrl.quant.numerics`. The fused
-product adds in fp32; how K is split depends on the weight's shape alone, so a row's sums do not depend on the batch.
+product adds in fp32; how K is split depends on the weight's shape and the number of rows, never on what they hold.
 """
 
-# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAssignmentType=false
 # Launches take options of the compiler besides the kernel's parameters.
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lqrl.quant.packed import PackedWeight
-from lqrl.quant.triton_casts import EMULATED, from_bf16, from_e2m1, from_e4m3, from_e8m0, rounded_to_bf16, to_bf16
+from lqrl.quant.packed import PackedFormat, PackedWeight
+from lqrl.quant.triton_casts import EMULATED, from_bf16, from_e2m1, from_e4m3, from_e8m0, to_bf16
+from lqrl.quant.triton_epilogue import addend, finish, store_tile
+from lqrl.quant.triton_tiles import Tile, split_steps
 from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_words import INT4, NVFP4, REORDERED, pair_order, word_scales, words_tile
 
 _FORMATS = {"int8": 0, "int4": 1, "nvfp4": 2, "mxfp4": 3}
 _INT8 = tl.constexpr(0)
-_INT4 = tl.constexpr(1)
-_NVFP4 = tl.constexpr(2)
 
 FUSED_ROWS = 64
 """Most rows that `linear` is for; more are faster with the weight dequantized first."""
 
-_PROGRAMS = 264  # two for each multiprocessor of an H100; a constant, so that sums do not depend on the card
-_LEAST_STEPS = 4  # tiles along K that make a split worth its partial sums
-
-
-@dataclass(frozen=True)
-class DecodeTile:
-    """How the fused product is cut: ``n`` outputs by ``k`` inputs a step; powers of two."""
-
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-# (largest M, tile); starting values, `benchmarks/low_bit_gemm.py` times the candidates.
-TILES: list[tuple[int, DecodeTile]] = [
-    (16, DecodeTile(64, 128, 4, 4)),
-    (64, DecodeTile(64, 128, 4, 4)),
+# By format: (largest M, smallest N, tile), the first row whose limits hold; starting values, see
+# `benchmarks/decode_gemm.py`.
+_FEW: list[tuple[int, int, Tile]] = [
+    (16, 8192, Tile(16, 64, 256, 4, 4, tall=True)),
+    (16, 0, Tile(16, 64, 256, 4, 4, tall=True, splits=4)),
+    (2**31, 8192, Tile(64, 64, 128, 4, 4, tall=True)),
+    (2**31, 0, Tile(64, 64, 128, 4, 4, tall=True, splits=4)),
 ]
+TILES: dict[PackedFormat, list[tuple[int, int, Tile]]] = {"int8": _FEW, "int4": _FEW, "nvfp4": _FEW, "mxfp4": _FEW}
+
+
+def tile_for(kind: PackedFormat, m: int, n: int) -> Tile:
+    """What `TILES` says for M rows and N outputs."""
+    return next(tile for most, least, tile in TILES[kind] if m <= most and n >= least)
 
 
 @triton.jit
 def _decoded(code, FORMAT: tl.constexpr):
-    if FORMAT == _INT4:
+    if FORMAT == INT4:
         # The bits of 2**23 plus the code: an exact conversion in two operations.
         value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     else:
@@ -84,10 +78,10 @@ def dequantized_tile(
         group = start // SIZE + tl.arange(0, groups)
         mask = within & (group < K // SIZE)[None, :]
         scale = tl.load(scale_ptr + rows[:, None] * (K // SIZE) + group[None, :], mask=mask, other=0)
-        if FORMAT == _INT4:
+        if FORMAT == INT4:
             if SCALE_BF16:
                 scale = from_bf16(scale)
-        elif FORMAT == _NVFP4:
+        elif FORMAT == NVFP4:
             scale = tl.math.div_rn(from_e4m3(scale), tl.load(global_ptr))
         else:
             scale = from_e8m0(scale)
@@ -115,48 +109,58 @@ def _unpack(
 @triton.jit
 def _fused(
     x_ptr, codes_ptr, scale_ptr, global_ptr, bias_ptr, out_ptr, m, n, K: tl.constexpr,
-    FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,
+    FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, WORDS: tl.constexpr,
+    FINISHED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One split of K of ``W x.T``: the many outputs take the tensor core's tall side."""
+    """One split of K of ``W x.T``: the many outputs take the tensor core's tall side.
+
+    ``WORDS``: codes are read as 32-bit words, see `lqrl.quant.triton_words`. Without ``FINISHED`` the sum itself is
+    written, to the split's part of ``out``.
+    """
     columns = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    held = tl.minimum(columns, n - 1)
     split = tl.program_id(1)
     rows = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
+    place = pair_order(BK) if WORDS else tl.arange(0, BK)
+    x_ptr += tl.minimum(rows, m - 1)[:, None] * K
+    whole = tl.load(global_ptr) if FORMAT == NVFP4 else 1.0
+    COUNT: tl.constexpr = max(2, BK // SIZE)  # one scale is read twice, or the compiler orders values by shared memory
+    if FORMAT == INT4 and WORDS:
+        ahead = word_scales(scale_ptr, held, split * STEPS * BK, K, SIZE, COUNT, BK)
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     for step in range(0, STEPS):
         start = (split * STEPS + step) * BK
-        w = dequantized_tile(codes_ptr, scale_ptr, global_ptr, columns, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK)
-        inner = start + tl.arange(0, BK)
-        mask = (rows < m)[:, None] & (inner < K)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * K + inner[None, :], mask=mask, other=0.0)
-        if EMULATED:  # the interpreter has no bf16 products
-            acc = tl.dot(rounded_to_bf16(w), x.to(tl.float32).T, acc, input_precision="ieee")
+        if WORDS:
+            if FORMAT == INT4:  # pieces too small for the copies that run ahead: they are loaded a step early
+                scale = ahead
+                ahead = word_scales(
+                    scale_ptr, held, (split * STEPS + tl.minimum(step + 1, STEPS - 1)) * BK, K, SIZE, COUNT, BK
+                )
+            else:
+                scale = word_scales(scale_ptr, held, start, K, SIZE, COUNT, BK)
+            w = words_tile(codes_ptr, scale, whole, held, start, K, FORMAT, COUNT, BN, BK)
         else:
-            acc = tl.dot(to_bf16(w), x.T, acc)
-    out_ptr += split.to(tl.int64) * m * n
-    if BIAS:
-        if BF16:
-            acc = rounded_to_bf16(acc)
-        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0)[:, None]
-    mask = (columns < n)[:, None] & (rows < m)[None, :]
-    tl.store(out_ptr + rows[None, :] * n + columns[:, None], to_bf16(acc) if BF16 else acc, mask=mask)
-
-
-@triton.jit
-def _add_splits(
-    parts_ptr, bias_ptr, out_ptr, size, n,
-    SPLITS: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
-    acc = tl.load(parts_ptr + offsets, mask=mask, other=0.0)
-    for split in range(1, SPLITS):
-        acc += tl.load(parts_ptr + split * size + offsets, mask=mask, other=0.0)
-    if BIAS:
-        if BF16:
-            acc = rounded_to_bf16(acc)
-        acc += tl.load(bias_ptr + offsets % n, mask=mask, other=0.0)
-    tl.store(out_ptr + offsets, to_bf16(acc) if BF16 else acc, mask=mask)
+            w = to_bf16(
+                dequantized_tile(
+                    codes_ptr, scale_ptr, global_ptr, columns, start, n, K, FORMAT, SIZE, SCALE_BF16, BN, BK
+                )
+            )
+        inner = start + place
+        if K % BK == 0:
+            x = tl.load(x_ptr + inner[None, :])
+        else:
+            x = tl.load(x_ptr + inner[None, :], mask=(inner < K)[None, :], other=0.0)
+        if EMULATED:  # the interpreter has no bf16 products
+            acc = tl.dot(w.to(tl.float32), x.to(tl.float32).T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, x.T, acc)
+    acc = acc.T
+    if FINISHED:
+        store_tile(acc, out_ptr, out_ptr, out_ptr, bias_ptr, rows, columns, m, n, False, BIAS, BF16)
+    else:
+        pointers = out_ptr + (split * m + rows)[:, None] * n + columns[None, :]
+        tl.store(pointers, acc, mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 def kernel_arguments(weight: PackedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], int, bool]:
@@ -187,48 +191,35 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def splits_of(n: int, k: int, tile: DecodeTile) -> int:
-    """Parts of K, so that a small weight has work for the whole card."""
-    steps, programs = tiles(k, tile.k), tiles(n, tile.n)
-    return max(1, min(_PROGRAMS // max(programs, 1), steps // _LEAST_STEPS))
-
-
 def linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, tile: DecodeTile | None = None
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
     """``x @ weight.T`` with the weight's values in bf16 and fp32 sums, then ``+ bias`` in ``dtype``.
 
     Args:
         x: bf16 ``[M, K]``; made for M up to `FUSED_ROWS`, right for any.
+        weight: codes and scales of ``[N, K]``.
         bias: ``[N]`` or none.
         dtype: of the result, bf16 or fp32.
-        tile: how the product is cut; default: what `TILES` says.
+        tile: how the product is cut, always ``tall``; default: what `TILES` says.
     """
     (m, k), (n, _) = x.shape, weight.shape
     out = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m:
         return out
-    x = x.contiguous()
-    tile = next((t for most, t in TILES if m <= most), TILES[-1][1]) if tile is None else tile
-    bm = 16 if m <= 16 else 32 if m <= 32 else 64
-    pointers, code, scale_bf16 = kernel_arguments(weight)
+    x, added, bf16 = x.contiguous(), addend(bias, dtype), dtype == torch.bfloat16
+    tile = tile_for(weight.format, m, n) if tile is None else tile
+    (codes, scale, whole), code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k
-    steps = tiles(k, tile.k)
-    steps = tiles(steps, splits_of(n, k, tile))
-    splits = tiles(tiles(k, tile.k), steps)
-    parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else out
-    added = None if bias is None else bias.to(dtype).float().contiguous()
-    biased, bf16 = added is not None, dtype == torch.bfloat16
-    addend = x if added is None else added
+    words = weight.format != "int8" and k % REORDERED == 0 and (weight.format != "int4" or scale_bf16)
+    steps, splits = split_steps(k, tile)
+    parts = out[None] if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _fused[(tiles(n, tile.n), splits, tiles(m, bm))](
-            x, *pointers, addend, parts, m, n, K=k, FORMAT=code, SIZE=size, SCALE_BF16=scale_bf16,
-            BIAS=biased and splits == 1, BF16=bf16 and splits == 1, STEPS=steps, BM=bm, BN=tile.n, BK=tile.k,
+        _fused[(tiles(n, tile.n), splits, tiles(m, tile.m))](
+            x, codes.view(torch.int32) if words else codes, scale, whole, x if added is None else added, parts, m, n,
+            K=k, FORMAT=code, SIZE=size, SCALE_BF16=scale_bf16, WORDS=words,
+            FINISHED=splits == 1, BIAS=added is not None, BF16=bf16,
+            STEPS=steps, BM=tile.m, BN=tile.n, BK=tile.k,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
-        if splits > 1:
-            _add_splits[(tiles(m * n, 1024),)](
-                parts, addend, out, m * n, n, SPLITS=splits, BIAS=biased, BF16=bf16, BLOCK=1024,
-                num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
-    return out
+    return out if splits == 1 else finish(parts, None, added, dtype, out)

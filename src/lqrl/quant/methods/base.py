@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Operands = tuple[Tensor, ...]
 """A quantized weight as the kernel of its format reads it."""
+TokenCodes = Literal["int8", "fp8_e4m3"]
+"""Codes with one scale a token, by the rules of `quantize_int8_token` and `quantize_fp8_token`."""
+
+
+class Coded(NamedTuple):
+    """Quantized tokens: codes ``[M, K]``, int8 or e4m3, and scales fp32 ``[M, 1]``."""
+
+    codes: Tensor
+    scale: Tensor
 
 
 class LinearMethod(ABC):
@@ -67,6 +76,19 @@ class LinearMethod(ABC):
     @abstractmethod
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """``x`` ``[..., K]`` times the weight, transposed, plus ``bias``: ``[..., N]`` in the dtype of ``x``."""
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """What `linear` makes of its input first; `coded_linear` takes it ready made. ``None``: it takes none."""
+        return None
+
+    def coded_linear(self, x: Coded, operands: Operands, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`linear` of tokens that are quantized already: ``[M, N]`` in the dtype that they had, the same bits.
+
+        Raises:
+            NotImplementedError: for a method without `token_codes`.
+        """
+        raise NotImplementedError(f"{self} takes no ready codes: call linear")
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lqrl.quant import exact
 from lqrl.quant.fp8_gemm import BLOCK
-from lqrl.quant.methods.base import LinearMethod, Operands, finished, written
+from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished, written
 from lqrl.quant.methods.fp8 import Fp8Block, Fp8Channel
 from lqrl.quant.methods.integer import IntegerGemm
 from lqrl.quant.methods.microscaling import Mxfp8, Nvfp4
@@ -122,14 +122,23 @@ class ExactFp8(_Exact):
 
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the tokens, multiply, scale, add the bias in the dtype of ``x``."""
-        codes, scale = self.base.quantize_input(x.reshape(-1, x.shape[-1]))
+        coded = Coded(*self.base.quantize_input(x.reshape(-1, x.shape[-1])))
+        return self.coded_linear(coded, operands, bias, x.dtype).view(*x.shape[:-1], -1)
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """As ``base``."""
+        return self.base.token_codes
+
+    def coded_linear(self, x: Coded, operands: Operands, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Multiply, scale, add the bias in ``dtype``."""
         if operands[0].dtype == torch.float8_e4m3fn:
             from lqrl.quant import triton_exact_gemm
 
-            y = triton_exact_gemm.scaled_linear(codes, scale, operands[0], operands[1], bias, x.dtype)
-            return y.view(*x.shape[:-1], -1)
-        acc = exact.linear(codes.bfloat16(), operands[0], dtype=torch.float32)
-        return finished(acc.mul_(operands[1].view(1, -1)).mul_(scale), bias, x)
+            return triton_exact_gemm.scaled_linear(*x, operands[0], operands[1], bias, dtype)
+        acc = exact.linear(x.codes.bfloat16(), operands[0], dtype=torch.float32)
+        y = acc.mul_(operands[1].view(1, -1)).mul_(x.scale).to(dtype)
+        return y if bias is None else y + bias.to(dtype)
 
 
 @dataclass(frozen=True)

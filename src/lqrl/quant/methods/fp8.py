@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import fp8_gemm
-from lqrl.quant.methods.base import LinearMethod, Operands, finished, written
+from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished, written
 from lqrl.quant.numerics import (
     dequantize,
     dequantize_fp8_block,
@@ -59,6 +59,18 @@ class Fp8Channel(LinearMethod):
         codes, scale = self.quantize_input(rows)
         y = fp8_gemm.row_scaled(codes, scale.expand(len(rows), 1), operands[0], operands[1], x.dtype)
         return finished(y, bias, x)
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """e4m3, unless one scale is for all tokens."""
+        return "fp8_e4m3" if self.activation == "token" else None
+
+    def coded_linear(self, x: Coded, operands: Operands, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Multiply, scale, add the bias in ``dtype``."""
+        if self.token_codes is None:
+            return super().coded_linear(x, operands, bias, dtype)
+        y = fp8_gemm.row_scaled(x.codes, x.scale, operands[0], operands[1], dtype)
+        return y if bias is None else y + bias.to(dtype)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""

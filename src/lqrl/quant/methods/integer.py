@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import kernels
-from lqrl.quant.methods.base import LinearMethod, Operands, finished
+from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished
 from lqrl.quant.numerics import INT8_MAX, dequantize
 from lqrl.quant.rows import quantize_int8_channel, quantize_int8_channels, quantize_int8_token
 
@@ -52,6 +52,18 @@ class IntegerGemm(LinearMethod):
         codes, token_scale = quantize_int8_token(rows, self.activation_max)
         acc = kernels.int8_mm(codes, packed, scale.shape[0])
         return finished(acc.float().mul_(scale.view(1, -1)).mul_(token_scale), bias, x)
+
+    @property
+    def token_codes(self) -> TokenCodes | None:
+        """int8; codes of fewer bits go another way."""
+        return "int8" if self.activation_max == INT8_MAX else None
+
+    def coded_linear(self, x: Coded, operands: Operands, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`kernels.int8_coded_linear`."""
+        if self.token_codes is None:
+            return super().coded_linear(x, operands, bias, dtype)
+        packed, scale = operands
+        return kernels.int8_coded_linear(x.codes, x.scale, packed, scale, bias, dtype)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""

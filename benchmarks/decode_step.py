@@ -1,0 +1,138 @@
+"""One decode step of the embedded engine on a Qwen3 shape with random weights: its time, its floor and its kernels.
+
+Every slot holds ``--context`` tokens. A step is what the engine replays for each token, sampling and log-probs
+included; the floor is the bytes that it cannot avoid reading (`Shape.step_bytes`) at the bandwidth of a large copy.
+``--kernels N`` lists the N kernels that take most of a step; ``plain`` rows run PyTorch's attention and layers.
+
+    python benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 12
+    python benchmarks/decode_step.py --model tiny --device cpu --batch 2 --context 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+import torch
+from rollout_engines import random_weights
+from rows import Table
+from shapes import SHAPES
+from side_by_side import bandwidth, card
+
+from lqrl.engines.base import EngineSpec
+from lqrl.engines.slots import SlotCache
+from lqrl.engines.stepper import Stepper
+from lqrl.engines.torch import TorchEngine, TorchEngineFactory
+from lqrl.modeling.precision import parse_dtype
+from lqrl.quant.scheme import QuantScheme
+from lqrl.types import SamplingParams
+
+STEPS = 8  # of one run, as many as the engine takes between two looks of the host
+
+
+def build(scheme: QuantScheme, fused: bool, args: argparse.Namespace) -> TorchEngine:
+    device, length = torch.device(args.device), args.context + STEPS * (args.repeats + 4)
+    spec = EngineSpec(SHAPES[args.model].config(length), scheme, parse_dtype(args.dtype), device, length, ())
+    engine = TorchEngineFactory(max_num_seqs=max(args.batch), fused=fused)(spec)
+    engine.update_weights(random_weights(engine.decoder.model, scheme), policy_version=0)
+    return engine
+
+
+def stepper_of(engine: TorchEngine, batch: int, context: int) -> Stepper:
+    """The engine's steps, with every slot at ``context`` tokens."""
+    stepper = Stepper(engine.decoder, engine._cache, STEPS, engine.options.cuda_graphs)
+    stepper.reserve(batch, engine.spec.max_model_len, SamplingParams())
+    fill(engine._cache)
+    stepper.tokens.random_(engine.decoder.vocabulary)
+    stepper.uniforms.uniform_()
+    stepper.positions.fill_(context)
+    stepper.start(batch, context + 1)
+    return stepper
+
+
+def fill(cache: SlotCache) -> None:
+    """Small numbers, codes and scales everywhere."""
+    for flat in (flat for layer in cache._storage for flat in layer):
+        if flat.is_floating_point() and flat.itemsize > 1:
+            flat.fill_(0.05)
+        else:
+            flat.view(torch.uint8).random_(0x70)
+
+
+def milliseconds(stepper: Stepper, device: torch.device, repeats: int) -> float:
+    """Median of a step; the first runs compile and capture."""
+    times = []
+    for turn in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        stepper.run(STEPS)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if turn >= 2:
+            times.append((time.perf_counter() - started) / STEPS * 1e3)
+    return statistics.median(times)
+
+
+def kernels(stepper: Stepper, most: int) -> None:
+    """The kernels of a step by time, as the profiler sees them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        stepper.run(STEPS)
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    print(f"\nkernels of a step, {total / STEPS:.0f} us in all:")
+    for event in events[:most]:
+        share = event.self_device_time_total
+        print(f"  {share / STEPS:8.1f} us {event.count / STEPS:7.1f} x  {share / total:4.0%}  {event.key[:100]}")
+    print(flush=True)
+
+
+@torch.no_grad()
+def measure(scheme: QuantScheme, fused: bool, rate: float, table: Table, args: argparse.Namespace) -> None:
+    engine = build(scheme, fused, args)
+    device, shape = engine.spec.device, SHAPES[args.model]
+    way = type(engine.decoder.lean).__name__ if engine.decoder.lean is not None else "transformers"
+    for batch in args.batch:
+        row = (scheme.name, way, batch, args.context)
+        try:
+            stepper = stepper_of(engine, batch, args.context)
+            step = milliseconds(stepper, device, args.repeats)
+            floor = shape.step_bytes(scheme, batch, args.context, 8 * engine.spec.dtype.itemsize) / rate * 1e3
+            table.row(*row, step, floor, floor / step, batch / step * 1e3, None)
+            if args.kernels and device.type == "cuda":
+                kernels(stepper, args.kernels)
+        except (RuntimeError, NotImplementedError) as error:
+            table.row(*row, None, None, None, None, f"{type(error).__name__}: {error}"[:200])
+        engine._cache.release()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8B", choices=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", default=["none", "none+kv_fp8", "none+kv_int8"])
+    parser.add_argument("--plain", action="store_true", help="also without fused kernels")
+    parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--context", type=int, default=512, help="tokens that every slot holds")
+    parser.add_argument("--repeats", type=int, default=5, help=f"measured runs of {STEPS} steps")
+    parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    rate = bandwidth(device)
+    print(f"Qwen3 {args.model}, {args.dtype}, {card(device)}, a copy moves {rate / 1e12:.2f} TB/s\n")
+    table = Table("format", "layers", "batch", "context", "ms", "floor, ms", "of floor", "tokens/s", "note")
+    for name in args.formats:
+        for fused in (True, False) if args.plain else (True,):
+            measure(QuantScheme.preset(name), fused, rate, table, args)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

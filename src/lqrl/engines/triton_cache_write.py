@@ -1,0 +1,207 @@
+"""From the product of query, key and value layers to rotated queries and a filled cache, in one launch.
+
+Head norms, rotation, quantization and the write into the slots give the bits of one after the other: each product and
+sum is rounded to the compute dtype where transformers rounds it, and codes and scales are those of
+`lqrl.quant.numerics.kv`. Only a head norm's sum of squares may be added in another order.
+"""
+
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# Launches take options of the compiler besides the kernel's parameters.
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lqrl.engines.layers import Rotation
+from lqrl.quant.kv import KVCacheMethod
+from lqrl.quant.numerics.kv import KV_SCALE_FLOOR
+from lqrl.quant.triton_casts import rounded_to_bf16, to_bf16, to_e4m3, to_integer
+from lqrl.quant.triton_use import power_of_two, tiles
+
+_TILE = 1024  # elements of a program, about
+_PLAIN, _INT8, _FP8, _LAYER = (tl.constexpr(kind) for kind in range(4))  # codes: none, a scale a token, one a layer
+_FLOOR = tl.constexpr(KV_SCALE_FLOOR)
+
+
+@triton.jit
+def _rounded(x, BF16: tl.constexpr):
+    return rounded_to_bf16(x) if BF16 else x
+
+
+@triton.jit
+def _normed(x, weight_ptr, column, inside, inverse, BF16: tl.constexpr):
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return _rounded(_rounded(x * inverse[:, None], BF16) * weight[None, :], BF16)
+
+
+@triton.jit
+def _turned(
+    x_ptr, heads, exists, weight_ptr, cos_ptr, sin_ptr, eps,
+    D: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both halves ``[BH, BLOCK]`` of the heads of a token, normed and rotated, rounded as the compute dtype."""
+    half: tl.constexpr = D // 2
+    column = tl.arange(0, BLOCK)
+    inside = column < half
+    mask = exists[:, None] & inside[None, :]
+    pointers = x_ptr + heads[:, None] * D + column[None, :]
+    a = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        mean = tl.math.div_rn(tl.sum(a * a, 1) + tl.sum(b * b, 1), D * 1.0)
+        inverse = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+        a = _normed(a, weight_ptr, column, inside, inverse, BF16)
+        b = _normed(b, weight_ptr + half, column, inside, inverse, BF16)
+    cos_a = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos_ptr + half + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin_ptr + half + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first = _rounded(_rounded(a * cos_a, BF16) + _rounded(b * sin_a, BF16), BF16)
+    second = _rounded(_rounded(b * cos_b, BF16) + _rounded(a * sin_b, BF16), BF16)
+    return first, second
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of the largest magnitude of each row, which are ordered as the numbers are, NaN above inf."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _scales(magnitude, scale_ptr, place, exists, KIND: tl.constexpr):
+    """The scale of each row, NaN where an element is NaN or inf: made and kept for a token, read for a layer."""
+    scale = tl.zeros(magnitude.shape, tl.float32)
+    if KIND == _LAYER:
+        scale += tl.load(scale_ptr)
+    elif KIND != _PLAIN:
+        amax = magnitude.to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.math.div_rn(amax, 127.0 if KIND == _INT8 else 448.0), _FLOOR)
+        scale = tl.where(magnitude >= 0x7F800000, float("nan"), scale)
+        tl.store(scale_ptr + place, scale, mask=exists)
+    return scale
+
+
+@triton.jit
+def _stored(x, scale, KIND: tl.constexpr, BF16: tl.constexpr):
+    """What the cache holds of ``x``; ``scale`` has one element for each row."""
+    if KIND == _INT8:
+        codes = to_integer(x * tl.math.div_rn(1.0, scale)[:, None])
+        return tl.where((scale == scale)[:, None], codes, 0).to(tl.int8)
+    elif KIND == _FP8:
+        codes = to_e4m3(x * tl.math.div_rn(1.0, scale)[:, None])
+        return tl.where((scale == scale)[:, None], codes, 0x7F).to(tl.uint8)
+    elif KIND == _LAYER:
+        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+        return tl.where(finite, to_e4m3(tl.math.div_rn(x, scale[:, None])), 0x7F).to(tl.uint8)
+    else:
+        return to_bf16(x) if BF16 else x
+
+
+@triton.jit(do_not_specialize=["scale_slot", "scale_head"])
+def _rotate_and_store(
+    q_ptr, k_ptr, v_ptr, q_row, k_row, v_row, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, positions_ptr, slots_ptr,
+    out_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    key_slot, key_head, value_slot, value_head, scale_slot, scale_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
+    BF16: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions_ptr + token)
+    slot = token if slots_ptr is None else tl.load(slots_ptr + token)
+    cos_ptr += position * D
+    sin_ptr += position * D
+    half: tl.constexpr = D // 2
+    q_parts: tl.constexpr = (HEADS + BH - 1) // BH
+    kv_parts: tl.constexpr = (KV_HEADS + BH - 1) // BH
+    lane, column, width = tl.arange(0, BH), tl.arange(0, BLOCK), tl.arange(0, BDV)
+    if part < q_parts:
+        head = part * BH + lane
+        exists = head < HEADS
+        a, b = _turned(q_ptr + token * q_row, head, exists, q_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
+        mask = exists[:, None] & (column < half)[None, :]
+        query = out_ptr + (token * HEADS + head)[:, None] * D + column[None, :]
+        tl.store(query, _stored(a, lane, _PLAIN, BF16), mask=mask)
+        tl.store(query + half, _stored(b, lane, _PLAIN, BF16), mask=mask)
+    elif part < q_parts + kv_parts:
+        head = (part - q_parts) * BH + lane
+        exists = head < KV_HEADS
+        a, b = _turned(k_ptr + token * k_row, head, exists, k_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
+        place = slot * scale_slot + head * scale_head + position
+        scale = _scales(tl.maximum(_magnitude(a), _magnitude(b)), key_scale_ptr, place, exists, KIND)
+        mask = exists[:, None] & (column < half)[None, :]
+        key = key_ptr + slot * key_slot + (head * key_head + position * D)[:, None] + column[None, :]
+        tl.store(key, _stored(a, scale, KIND, BF16), mask=mask)
+        tl.store(key + half, _stored(b, scale, KIND, BF16), mask=mask)
+    else:
+        head = (part - q_parts - kv_parts) * BH + lane
+        exists = head < KV_HEADS
+        inside = exists[:, None] & (width < DV)[None, :]
+        x = tl.load(v_ptr + token * v_row + head[:, None] * DV + width[None, :], mask=inside, other=0.0)
+        value = value_ptr + slot * value_slot + (head * value_head + position * DV)[:, None] + width[None, :]
+        if KIND == _PLAIN:
+            tl.store(value, x, mask=inside)
+        else:
+            place = slot * scale_slot + head * scale_head + position
+            wide = x.to(tl.float32)
+            scale = _scales(_magnitude(wide), value_scale_ptr, place, exists, KIND)
+            tl.store(value, _stored(wide, scale, KIND, BF16), mask=inside)
+
+
+def _kind(method: KVCacheMethod | None) -> int:
+    if method is None:
+        return _PLAIN.value
+    if not method.per_token:
+        return _LAYER.value
+    return _INT8.value if method.code_dtype == torch.int8 else _FP8.value
+
+
+def rotate_and_store(
+    product: Sequence[Tensor],
+    rotation: Rotation,
+    positions: Tensor,
+    slots: Tensor | None,
+    views: Sequence[Tensor],
+    method: KVCacheMethod | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Norm and rotate the heads of ``N`` tokens; write keys and values into the cache.
+
+    Args:
+        product: ``[N, H * D]``, ``[N, Hkv * D]`` and ``[N, Hkv * Dv]`` fp32 or bf16, elements of a row side by side.
+        rotation: tables and norms of the layer.
+        positions: ``[N]`` int64, on the device.
+        slots: ``[N]`` int64; ``None``: token ``i`` goes to slot ``i``.
+        views: keys ``[slots, Hkv, L, D]`` and values ``[slots, Hkv, L, Dv]`` as the cache holds them, and under a
+            format with scales per token both scales ``[slots, Hkv, L, 1]``; each contiguous.
+        method: the cache's low-bit format, or ``None``.
+        scales: calibrated scales of the layer's keys and values, for a format that has them.
+
+    Returns:
+        The queries ``[N, H, D]``.
+    """
+    q, k, v = product
+    keys, values = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in views[:2])
+    (_, kv_heads, _, width), value_width = keys.shape, values.shape[3]
+    tokens, heads, kind = len(q), q.shape[1] // width, _kind(method)
+    out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    key_scale, value_scale = views[2:] if len(views) > 2 else scales or (None, None)
+    scale_strides = (views[2].stride(0), views[2].stride(1)) if len(views) > 2 else (0, 0)
+    together = max(1, min(power_of_two(max(heads, kv_heads)), _TILE // power_of_two(width)))
+    parts = tiles(heads, together) + 2 * tiles(kv_heads, together)
+    with torch.cuda.device_of(q):
+        _rotate_and_store[(tokens, parts)](
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), rotation.cos, rotation.sin,
+            rotation.query_norm, rotation.key_norm, rotation.eps, positions, slots,
+            out, keys, values, key_scale, value_scale,
+            *keys.stride()[:2], *values.stride()[:2], *scale_strides,
+            HEADS=heads, KV_HEADS=kv_heads, D=width, DV=value_width, KIND=kind, BF16=q.dtype == torch.bfloat16,
+            BH=together, BLOCK=power_of_two(width // 2), BDV=power_of_two(value_width),
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,160 @@
+"""Tokens quantized where they are made, on CUDA: after the sum and norm, and after SiLU times up.
+
+Codes and scales have the bits of one function after the other: `lqrl.quant.exact.add_rms_norm`, or
+`lqrl.quant.exact.silu_mul`, then the token quantizers of `lqrl.quant.rows`.
+"""
+
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# Launches take options of the compiler besides the kernel's parameters.
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lqrl.quant.numerics import INT8_MAX
+from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
+from lqrl.quant.triton_casts import rounded_to_bf16
+from lqrl.quant.triton_exact_rows import WARPS, aligned, gated, normed_rows, rows_together
+from lqrl.quant.triton_quantize import NAN_CODE, magnitude, row_codes, row_scale, row_warps
+from lqrl.quant.triton_use import power_of_two, tiles
+
+Codes = Literal["int8", "fp8_e4m3"]
+_HELD = 16384  # elements of a row that are kept in registers; of a longer one all are computed twice
+
+
+@triton.jit
+def _rounded(x, BF16: tl.constexpr):
+    return rounded_to_bf16(x) if BF16 else x
+
+
+@triton.jit
+def _store_codes(
+    x, scale, factor, bad, codes_ptr, row, rows, column, width, FP8: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """Codes of rows ``[ROWS, BLOCK]``, in pieces of ``VECTOR``; ``bad`` rows hold NaN or inf."""
+    codes = row_codes(x, scale[:, None], factor[:, None], FP8)
+    if FP8:
+        codes = tl.where(bad[:, None], NAN_CODE, codes).to(tl.uint8)
+    else:
+        codes = tl.where(bad[:, None], 0, codes).to(tl.int8)
+    pointers = tl.multiple_of(codes_ptr + row[:, None] * width + column[None, :], (1, VECTOR))
+    tl.store(pointers, codes, mask=(row < rows)[:, None] & (column < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["codes_ptr"])
+def _norm_quantize(
+    x_ptr, delta_ptr, sum_ptr, weight_ptr, codes_ptr, scale_ptr, inverse_ptr, rows, eps, largest, floor,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes are stored in pieces as long as those of ``x``.
+
+    The compiler gives neighbors to a thread by the widest access: otherwise the squares would be added in another order
+    than by the norm alone.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    out = normed_rows(x_ptr, delta_ptr, sum_ptr, weight_ptr, inverse_ptr, row, rows, eps, WIDTH, ADD, BF16, BLOCK)
+    out = _rounded(out, BF16)
+    amax, bad = magnitude(out, 1)
+    scale, factor = row_scale(amax, bad, largest, floor, FP8)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    neighbors: tl.constexpr = 8 if BF16 else 4
+    vector: tl.constexpr = neighbors if WIDTH % neighbors == 0 else 1
+    _store_codes(out, scale, factor, bad, codes_ptr, row, rows, tl.arange(0, BLOCK), WIDTH, FP8, vector)
+
+
+@triton.jit
+def _gated_quantize(
+    x_ptr, x_stride, up_ptr, up_stride, codes_ptr, scale_ptr, width, largest, floor,
+    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    up_ptr += row * up_stride
+    codes_ptr += row * width
+    column = tl.arange(0, BLOCK)
+    out = _rounded(gated(x_ptr, up_ptr, column, width, True, BF16), BF16)[None, :]
+    amax, bad = magnitude(out, 1)
+    for part in range(1, PARTS):
+        out = _rounded(gated(x_ptr, up_ptr, part * BLOCK + column, width, True, BF16), BF16)[None, :]
+        part_amax, part_bad = magnitude(out, 1)
+        amax = tl.maximum(amax, part_amax)
+        bad = bad | part_bad
+    scale, factor = row_scale(amax, bad, largest, floor, FP8)
+    one = tl.arange(0, 1)
+    tl.store(scale_ptr + row + one, scale)
+    if PARTS == 1:
+        _store_codes(out, scale, factor, bad, codes_ptr, one, 1, column, width, FP8, 1)
+    else:
+        for part in range(0, PARTS):
+            out = _rounded(gated(x_ptr, up_ptr, part * BLOCK + column, width, True, BF16), BF16)[None, :]
+            _store_codes(out, scale, factor, bad, codes_ptr, one, 1, part * BLOCK + column, width, FP8, 1)
+
+
+def _codes(kind: Codes, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, float, float]:
+    """Room for codes, as bytes, and scales; largest code and smallest amax (int8) or scale (e4m3)."""
+    fp8 = kind == "fp8_e4m3"
+    codes = torch.empty(shape, dtype=torch.uint8 if fp8 else torch.int8, device=device)
+    scale = torch.empty(shape[0], 1, dtype=torch.float32, device=device)
+    return codes, scale, float(INT8_MAX), FP8_SCALE_FLOOR if fp8 else 0.0
+
+
+def _typed(codes: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, kind: Codes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``x + delta``, and its norm quantized per token.
+
+    Args:
+        x: ``[M, D]``, fp32 or bf16.
+        delta: like ``x``, or none.
+        weight: ``[D]`` in the dtype of ``x``.
+        eps: of the norm.
+        kind: of the codes.
+
+    Returns:
+        The sum, ``x`` itself without ``delta``; codes ``[M, D]`` int8 or e4m3; scales fp32 ``[M, 1]``.
+    """
+    rows, width = x.shape
+    codes, scale, largest, floor = _codes(kind, (rows, width), x.device)
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    total = x if delta is None else torch.empty_like(x)
+    inverse, block = torch.empty_like(scale), power_of_two(width)
+    together = rows_together(block)
+    if rows and width:
+        with torch.cuda.device_of(x):
+            _norm_quantize[(tiles(rows, together),)](
+                aligned(x), aligned(x if delta is None else delta), total, aligned(weight.contiguous()), codes, scale,
+                inverse, rows, eps, largest, floor, WIDTH=width, ADD=delta is not None, FP8=kind == "fp8_e4m3",
+                BF16=x.dtype == torch.bfloat16, ROWS=together, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return total, _typed(codes), scale
+
+
+def silu_mul(gate: Tensor, up: Tensor, kind: Codes, held: int = _HELD) -> tuple[Tensor, Tensor]:
+    """``silu(gate) * up`` quantized per token: codes ``[M, N]`` and scales fp32 ``[M, 1]``.
+
+    Args:
+        gate, up: ``[M, N]`` of one dtype, elements of a row side by side.
+        kind: of the codes.
+        held: longest row that is kept in registers, a power of two.
+    """
+    rows, width = gate.shape
+    codes, scale, largest, floor = _codes(kind, (rows, width), gate.device)
+    block = power_of_two(width)
+    block = block if block <= held else held // 2
+    if rows and width:
+        with torch.cuda.device_of(gate):
+            _gated_quantize[(rows,)](
+                gate, gate.stride(0), up, up.stride(0), codes, scale, width, largest, floor,
+                FP8=kind == "fp8_e4m3", BF16=gate.dtype == torch.bfloat16, BLOCK=block, PARTS=tiles(width, block),
+                num_warps=row_warps(min(power_of_two(width), held)), enable_fp_fusion=False,
+            )  # fmt: skip
+    return _typed(codes), scale

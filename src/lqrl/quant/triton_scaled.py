@@ -1,0 +1,90 @@
+"""Products of 8-bit codes, int8 or e4m3, with a scale for each token and each output, by tiles that a table chooses.
+
+Sums of integers are exact, so every tile gives the bits of the eager code. Sums of e4m3 products are as wide as the
+tensor cores': all tiles whose instruction is 64 high, which is every ``tall`` one and those of 64 rows or more, give
+the bits of one chain along K; splits do not.
+"""
+
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# Launches take options of the compiler besides the parameters; a call inside a kernel looks as if it never returned.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lqrl.quant.triton_epilogue import addend, finish, store_tile
+from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, split_steps, tile_place
+from lqrl.quant.triton_use import tiles
+
+
+@triton.jit
+def _gemm(
+    x, w, x_stride, w_stride, out_ptr, token_ptr, weight_ptr, bias_ptr, m, n, K: tl.constexpr,
+    FP8: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
+    TALL: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One split of K; without ``SCALED`` the sum itself is written, to the split's part of ``out``."""
+    tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
+    rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    kind: tl.constexpr = tl.float32 if FP8 else tl.int32
+    acc = tl.zeros((BN, BM) if TALL else (BM, BN), dtype=kind)
+    for step in range(0, STEPS):
+        start = (split * STEPS + step) * BK
+        a = operand_tile(x, tile_m, start, rows, m, x_stride, K, TMA, BM, BK)
+        b = operand_tile(w, tile_n, start, columns, n, w_stride, K, TMA, BN, BK)
+        acc = tl.dot(b, a.T, acc, out_dtype=kind) if TALL else tl.dot(a, b.T, acc, out_dtype=kind)
+    if TALL:
+        acc = acc.T
+    if SCALED:
+        store_tile(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, True, BIAS, BF16)
+    else:
+        pointers = out_ptr + (split * m + rows)[:, None] * n + columns[None, :]
+        tl.store(pointers, acc, mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    token_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile,
+) -> Tensor:
+    """``dtype((x @ weight.T * weight_scale) * token_scale)``, then ``+ bias`` in ``dtype``.
+
+    Args:
+        x: int8 or e4m3 codes ``[M, K]``, contiguous.
+        weight: codes ``[>= N, >= K]``, contiguous; padding is not read.
+        weight_scale: fp32, of N elements.
+        token_scale: fp32, of M elements.
+        bias: ``[N]`` or none.
+        dtype: of the result, fp32 or bf16.
+        tile: how the product is cut; ``tma`` is ignored where the shape does not allow it.
+    """
+    (m, k), n = x.shape, weight_scale.numel()
+    out = torch.empty(m, n, dtype=dtype, device=x.device)
+    if not m:
+        return out
+    scales, added = (token_scale.contiguous(), weight_scale.contiguous()), addend(bias, dtype)
+    fp8, (steps, splits) = x.dtype == torch.float8_e4m3fn, split_steps(k, tile)
+    whole = splits == 1
+    parts = out[None]
+    if not whole:
+        parts = torch.empty(splits, m, n, dtype=torch.float32 if fp8 else torch.int32, device=x.device)
+    tma = tile.tma and k % 16 == 0 and weight.shape[1] == k and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    with torch.cuda.device_of(x):
+        _gemm[(tiles(m, tile.m) * tiles(n, tile.n), splits)](
+            TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
+            TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
+            x.stride(0), weight.stride(0), parts, *scales, scales[1] if added is None else added, m, n, K=k,
+            FP8=fp8, SCALED=whole, BIAS=added is not None, BF16=dtype == torch.bfloat16, TMA=tma, TALL=tile.tall,
+            STEPS=steps, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=GROUP,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out if whole else finish(parts, scales, added, dtype, out)

@@ -1,0 +1,32 @@
+"""The Triton kernels of decode steps: interpreted on the CPU, compiled on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from decode_cases import CHECKS
+from interpreter import interpreted_checks
+
+CASES = Path(__file__).with_name("decode_cases.py")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    return interpreted_checks(CASES)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_interpreted_kernels_do_what_they_stand_for(name, interpreted):
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_compiled_kernels_do_what_they_stand_for(name):
+    CHECKS[name](torch.device("cuda"))
