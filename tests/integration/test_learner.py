@@ -12,7 +12,7 @@ from lqrl.callbacks import ClipRangeScheduler, EngineRefresh, HFExport, SamplerF
 from lqrl.fabric import fit as fabric_fit
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import accumulate_gradients
-from lqrl.quant import HadamardRotation, UpdateAwareScaling
+from lqrl.quant import HadamardRotation, Lora, UpdateAwareScaling
 from lqrl.rollouts import Refill, to_train_batch
 from lqrl.types import Advantages, ClipRange
 
@@ -214,3 +214,36 @@ def test_the_fabric_loop_resumes_exactly(tmp_path):
         module = fabric_fit(fabric, make_module(), make_data(), iterations=iterations, checkpoint=path)
     expected = weights(whole)
     assert all(torch.equal(t, expected[n]) for n, t in weights(module).items())
+
+
+def gap_after(module, change) -> float:
+    """Difference of learner and engine on what is sampled after a change and a refresh that is not asked to hurry."""
+    assert refresh_engines(module) is None  # the engine holds these weights
+    change(module.policy.model.layers[0].mlp.up_proj)
+    assert refresh_engines(module) is not None
+    batch = rolled_out(module).batch.to(DEVICE)
+    with torch.no_grad():
+        scores = module(batch.input_ids, batch.attention_mask)
+    return float((scores - batch.rollout_logprobs)[batch.completion_mask].abs().max())
+
+
+def replaced(layer) -> None:
+    layer.weight = torch.nn.Parameter(-layer.weight.detach())
+
+
+def written_behind_its_back(layer) -> None:
+    layer.weight.data.mul_(-1)
+    layer.invalidate()
+
+
+@pytest.mark.parametrize("change", [replaced, written_behind_its_back])
+@pytest.mark.parametrize("options", [{"scheme": "int8_w8a8"}, {"scheme": "int8_w8a8", "lora": Lora(r=4, alpha=8)}])
+def test_a_refresh_follows_weights_that_no_optimizer_wrote(change, options):
+    assert gap_after(built(**options), change) < 0.1
+
+
+def test_a_policy_that_did_not_change_is_not_sent_again():
+    module = built(scheme="int8_w8a8")
+    module.shipped.clear()
+    assert refresh_engines(module) is not None
+    assert refresh_engines(module) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from lqrl.modeling.backbone import hidden_states, load_model, output_weight, pack
+from lqrl.testing import tiny_config
 
 SIZES = {
     "vocab_size": 48,
@@ -122,3 +124,26 @@ def test_generate_without_a_context_says_what_to_call() -> None:
     model = load_model(LlamaConfig(**SIZES), dtype=torch.float32, seed=0).eval()
     with pytest.raises(RuntimeError, match="attn_implementation"):
         model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path) -> None:
+    model = load_model(tiny_config("qwen3"), dtype=torch.float32, seed=0)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing \['model\.layers\.0\.mlp\.up_proj\.weight'\]"):
+        load_model(str(tmp_path), dtype=torch.float32)
+
+
+def test_a_head_of_its_own_stays_one_whatever_the_config_says(tmp_path) -> None:
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = load_model(config, dtype=torch.float32, seed=0)
+    head = torch.randn_like(output_weight(model))
+    model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert torch.equal(output_weight(loaded), head)
+    assert loaded.config.tie_word_embeddings is False

@@ -302,6 +302,52 @@ def test_a_weight_with_nan_leaves_no_model_directory(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
+def test_a_refused_export_leaves_the_one_before(tmp_path):
+    scheme = QuantScheme.preset("int8_w8a8")
+    model = saved("int8_w8a8", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="holds NaN or inf"):
+        save_quantized(model, scheme, tmp_path, export_dtype=torch.bfloat16, max_shard_bytes=10_000)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_lost_file_is_missed(tmp_path):
+    scheme = QuantScheme.preset("fp8_per_channel")
+    save_quantized(built(scheme), scheme, tmp_path, export_dtype=torch.bfloat16, max_shard_bytes=10_000)
+    sorted(tmp_path.glob("model*.safetensors"))[-1].unlink()
+    with pytest.raises(ValueError, match=r"more tensors that model\.safetensors\.index\.json names"):
+        load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["int8_w8a8", "fp8_per_channel", "int4_w4a16_g32", "nvfp4_w4a16"])
+def test_codes_without_a_scale_are_no_weights(name, tmp_path):
+    saved(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    layer = "model.layers.0.mlp.up_proj"
+    del tensors[f"{layer}.weight_scale"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    for use in (lambda: list(load_quantized(tmp_path)[1]), lambda: load_model(str(tmp_path), dtype=torch.float32)):
+        with pytest.raises(ValueError, match=rf"{layer}\.weight.* holds codes, but {layer}\.weight_scale is missing"):
+            use()
+
+
+def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(tmp_path):
+    saved("int8_w8a8", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, path, metadata={"format": "pt"})
+    assert "lm_head.weight" not in dict(load_quantized(tmp_path)[1])
+    save_file(tensors | {"lm_head.weight": embedding * 2}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="ties lm_head.weight to model.embed_tokens.weight, but"):
+        list(load_quantized(tmp_path)[1])
+
+
 def test_another_architecture_is_read_back_too(tmp_path):
     """Mistral, 32 wide: int8 needs no multiple of anything."""
     policy = load_model(CONFIGS["mistral"], dtype=torch.float32, seed=0)

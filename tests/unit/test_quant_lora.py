@@ -208,6 +208,17 @@ def test_codes_of_an_adapter_kept_apart_are_not_exported_alone():
         list(export_weights(model, QuantScheme.preset("nvfp4_w4a16"), export_dtype=torch.float32))
 
 
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_per_channel", "nvfp4_w4a16"])
+def test_adapters_are_sent_although_the_codes_beside_them_are_up_to_date(scheme):
+    model = policy(scheme, Lora(r=4), torch.float32)
+    for name in adapter_layers(model):
+        model.get_submodule(name).quantized_weight()
+    names = [name for name, _ in exported(model, scheme, Lora(r=4), torch.float32)]
+    assert sum(".lora_" in name for name in names) == 2 * len(adapter_layers(model))
+    with pytest.raises(ValueError, match="export with adapters=True"):
+        list(export_weights(model, QuantScheme.preset(scheme), export_dtype=torch.float32))
+
+
 def test_an_unaligned_learner_exports_what_a_plain_model_of_the_merged_weights_would():
     scheme = QuantScheme.preset("nvfp4_w4a16")
     model = policy("none", Lora(r=4, refresh="merge"), torch.float32)

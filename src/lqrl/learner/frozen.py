@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lqrl.engines.base import Digests, NamedTensors
 from lqrl.engines.digest import digest, tensor_digest
+from lqrl.quant.linear import invalidations
 
 if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
@@ -29,9 +30,15 @@ class SentOnce:
 
 
 def frozen_stamp(policy: nn.Module) -> tuple[int, ...]:
-    """Changes with every write to a frozen parameter, and when one is frozen or thawed."""
-    frozen = [p for p in policy.parameters() if not p.requires_grad]
-    return (*(p._version for p in frozen), *(p.data_ptr() for p in frozen))
+    """Changes with every write to a frozen parameter, and when one is frozen, thawed or replaced.
+
+    Of writes through ``parameter.data`` only those that an aligned layer's ``invalidate`` follows are seen.
+    """
+    stamp = [invalidations()]
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            stamp += (id(parameter), parameter.data_ptr(), parameter._version)
+    return tuple(stamp)
 
 
 def note_frozen(weights: NamedTensors, policy: nn.Module, digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:

@@ -53,11 +53,15 @@ def refresh_engines(
 
 
 def weights_stamp(module: PolicyModule) -> tuple[int, ...]:
-    """Changes with every write to a parameter: a loaded checkpoint or averaged weights have no version of their own.
+    """Changes with every write to a parameter or buffer, and with one that takes the place of another.
 
-    Not with a write through ``parameter.data`` outside an optimizer, unless an aligned layer's ``invalidate`` follows.
+    A loaded checkpoint or averaged weights have no version of their own. Not with a write through ``parameter.data``
+    outside an optimizer, unless an aligned layer's ``invalidate`` follows.
     """
-    return (invalidations(), *(p._version for p in module.policy.parameters()))
+    stamp = [invalidations()]
+    for tensor in (*module.policy.parameters(), *module.policy.buffers()):
+        stamp += (id(tensor), tensor.data_ptr(), tensor._version)
+    return tuple(stamp)
 
 
 def _ship_rollout(module: PolicyModule, stages: Sequence[WeightStage], version: int) -> RefreshReport:
@@ -68,7 +72,7 @@ def _ship_rollout(module: PolicyModule, stages: Sequence[WeightStage], version: 
     if sent is not None and sent.stamp == base and module.engine.policy_version >= 0:
         frozen, weights = sent.digests, module.exported_weights(skip=sent.digests.keys())
     else:
-        frozen, weights = None, module.exported_weights()
+        frozen, weights = None, module.exported_weights(module.engine.takes)
         if module.sends_adapters:
             weights = note_frozen(weights, module.policy, noted)
     for stage in stages:

@@ -82,7 +82,7 @@ def load_model(
             with torch.random.fork_rng(devices=[]), _weights_unset(seed is None):
                 torch.manual_seed(seed or 0)
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
-        model.tie_weights()  # not done where the initialization is skipped
+            model.tie_weights()  # not done where the initialization is skipped
     except (KeyError, ValueError) as error:
         if name not in str(error):
             raise

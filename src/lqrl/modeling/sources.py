@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lqrl import assets
 
@@ -90,10 +91,17 @@ def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTr
                 f"{source} is a compressed-tensors checkpoint, which is read from a directory: download it "
                 f"(hf download {source} --local-dir DIRECTORY) and name the directory"
             )
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+            raise ValueError(f"{source} does not hold the weights of its model: missing {missing[:3]}")
+        _note_untied(model)
+        return model
     with no_init_weights():
         config = full_precision_config(source)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     keys = model.load_state_dict(dict(load_dequantized(source, dtype=dtype)), strict=False)
     names = {name for name, _ in model.named_parameters()}  # tied weights have one of their names here
@@ -103,3 +111,10 @@ def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTr
     if (Path(source) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
+
+
+def _note_untied(model: PreTrainedModel) -> None:
+    """Say in the config that embedding and head are two, where a checkpoint holds two against its own config."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding) and head.weight is not embedding.weight:
+        model.config.tie_word_embeddings = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lqrl.quant.checkpoint_reader import CheckpointReader
+from lqrl.quant.checkpoint_reader import INDEX, CheckpointReader
 from lqrl.quant.compressed_format import (
     ACTIVATIONS,
     INSTEAD,
@@ -35,7 +35,7 @@ from lqrl.quant.stacks import named_by_expert, stack_of, unstacked
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _PARTS = "model.safetensors", "model-part-*.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Default size of a file of weights."""
 
@@ -56,8 +56,9 @@ def save_quantized(
     Codes come from `export_weights`, so a prepared model's are those of its own forward; transforms stay folded in.
     Tied weights are written once, under the embedding's name; a quantized head of a tied model unties it in the config.
     Stacked experts are written one by one, as checkpoints of Qwen3-MoE have them. Activations that such a checkpoint
-    cannot describe (nvfp4's) are named in config.json for lqrl; others read the checkpoint as weight-only. Weights of
-    an earlier export in ``directory`` are removed; config.json comes last, so that a directory that holds one is whole.
+    cannot describe (nvfp4's) are named in config.json for lqrl; others read the checkpoint as weight-only. An earlier
+    export in ``directory`` stays until all weights of this one are written; config.json comes last, so that a directory
+    that holds one is whole.
 
     Args:
         model: the learner's, prepared or plain.
@@ -72,9 +73,18 @@ def save_quantized(
     config = checkpoint_config(model, scheme, export_dtype)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    for old in [target / "config.json", *target.glob("model*.safetensors"), target / _INDEX]:
-        old.unlink(missing_ok=True)
-    _write(_stored(model, scheme, export_dtype), target, max_shard_bytes)
+    for left in target.glob(_PARTS):  # by an export that was cut off
+        left.unlink()
+    try:
+        files, size = _write(_stored(model, scheme, export_dtype), target, max_shard_bytes)
+    except BaseException:
+        for part in target.glob(_PARTS):
+            part.unlink()
+        raise
+    for old in [target / "config.json", *target.glob("model*.safetensors"), target / INDEX]:
+        if not old.match(_PARTS):
+            old.unlink(missing_ok=True)
+    _name(files, size, target)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(target)
     config.save_pretrained(target)
@@ -165,8 +175,8 @@ def _stored(model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> Iterat
         yield name, tensor.clone() if stack_of(name.rpartition(".")[0]) else tensor
 
 
-def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -> None:
-    """One file, or several and an index; holds one file's tensors in memory."""
+def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -> tuple[list[list[str]], int]:
+    """The names in each part that was written, and bytes of all; holds one part's tensors in memory."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -186,6 +196,11 @@ def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -
         shard[name] = tensor.detach().to("cpu").contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
     close()
+    return files, total
+
+
+def _name(files: list[list[str]], total: int, directory: Path) -> None:
+    """Give the parts their names: one file, or several and an index."""
     if len(files) == 1:
         (directory / _part(0)).rename(directory / _WEIGHTS)
         return
@@ -195,7 +210,7 @@ def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -
         (directory / _part(number)).rename(directory / final)
         weight_map.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _part(number: int) -> str:

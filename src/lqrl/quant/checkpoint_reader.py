@@ -28,7 +28,9 @@ from lqrl.quant.stacks import CHILDREN, stack_of, stacked
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+INDEX = "model.safetensors.index.json"
 _SCALE = ".weight_scale"
+_CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
 
 
 def holds_codes(directory: str | Path) -> bool:
@@ -96,6 +98,7 @@ class CheckpointReader:
             file = self._open.enter_context(safe_open(path, framework="pt"))
             self._files[path.name] = file
             self._file_of.update(dict.fromkeys(file.keys(), path.name))
+        self._check_index()
         for name in self._file_of:
             prefix, _, last = name.rpartition(".")
             self._tensors_of.setdefault(prefix, {})[last] = name
@@ -105,8 +108,19 @@ class CheckpointReader:
         self.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        self.model.tie_weights()  # not done on the meta device
         self.scheme = self._scheme()
         self.method: LinearMethod = linear_method(self.scheme)
+
+    def _check_index(self) -> None:
+        index = self.directory / INDEX
+        if index.is_file():
+            lost = sorted(json.loads(index.read_text(encoding="utf-8"))["weight_map"].keys() - self._file_of.keys())
+            if lost:
+                raise ValueError(
+                    f"{self.directory} lacks {lost[0]} and {len(lost) - 1} more tensors that {INDEX} names: a file is "
+                    "missing or was cut; copy or export it again"
+                )
 
     def _scheme(self) -> QuantScheme:
         config = _config(self.directory)
@@ -142,7 +156,8 @@ class CheckpointReader:
         """What is not quantized, in ``dtype`` but for scales and integers; tied weights come once.
 
         Raises:
-            ValueError: when an expert lacks a tensor.
+            ValueError: when an expert lacks a tensor, a layer holds codes without their scale, or a tied weight comes
+                twice with different values.
         """
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
@@ -150,12 +165,17 @@ class CheckpointReader:
         for name in self._file_of:
             prefix, _, last = name.rpartition(".")
             stack = stack_of(prefix)
-            if name in tied or ((stack or prefix) in quantized and last != "bias"):
+            if (stack or prefix) in quantized and last != "bias":
+                continue
+            if name in tied:
+                self._check_tied(name)
                 continue
             if stack is not None:
                 stacks.add(stack)
                 continue
             tensor = self._tensor(name)
+            if tensor.dtype in _CODES and last.startswith("weight"):
+                raise ValueError(f"{name} in {self.directory} holds codes, but {prefix}{_SCALE} is missing")
             yield name, tensor.to(dtype) if tensor.is_floating_point() and last not in SCALE_NAMES else tensor
         for stack in sorted(stacks):
             experts = [
@@ -164,6 +184,15 @@ class CheckpointReader:
             ]
             for name, tensor in stacked(experts).items():
                 yield f"{stack}.{name.removesuffix('_weight')}", tensor
+
+    def _check_tied(self, name: str) -> None:
+        parameter = self.model.get_parameter(name)
+        first = next(n for n, p in self.model.named_parameters() if p is parameter)
+        if first in self._file_of and not torch.equal(self._tensor(name), self._tensor(first)):
+            raise ValueError(
+                f"config.json in {self.directory} ties {name} to {first}, but the checkpoint holds another {name}; set "
+                "tie_word_embeddings to false there"
+            )
 
     def _expert_weight(self, layer: str) -> Tensor:
         if "weight" not in self._tensors_of.get(layer, {}):

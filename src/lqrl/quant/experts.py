@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.quant.codes import CodeModule
-from lqrl.quant.linear import BackwardMode, Quantized, straight_through, weight_key
+from lqrl.quant.linear import BackwardMode, Quantized, count_invalidation, straight_through, weight_key
 from lqrl.quant.methods import LinearMethod
 from lqrl.quant.moe import PROJECTIONS, check_layout
 
@@ -206,7 +206,8 @@ class AlignedExperts(nn.Module):
         return {f"{p}_{name}": t for p in PROJECTIONS for name, t in self._stack(p).tensors.items()}
 
     def invalidate(self) -> None:
-        """Forget the codes; the next forward quantizes anew."""
+        """Forget the codes; the next forward or refresh quantizes anew."""
+        count_invalidation()
         self._cache = {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -126,7 +126,9 @@ def _tensors(
     plan = _plan(model, scheme)
     modules = {"": model, **plan.modules}
     layers = [modules[name] for name in plan.siblings]
-    aligned = [m for m in layers if isinstance(m, AlignedLinear) and m.export_dtype == export_dtype]
+    # A layer with an adapter beside its codes gives more than codes.
+    plain = [m for m in layers if isinstance(m, AlignedLinear) and not isinstance(m, AdaptedLinear)]
+    aligned = [m for m in plain if m.export_dtype == export_dtype]
     codes = quantize_layers([m for m in aligned if m.method.format == plan.method])
     # Tied weights are exported under the input embedding's name.
     tied = {} if plan.embedding is None else {id(modules[plan.embedding].weight): f"{plan.embedding}.weight"}

@@ -30,6 +30,12 @@ def invalidations() -> int:
     return _invalidations
 
 
+def count_invalidation() -> None:
+    """Codes were declared stale by hand."""
+    global _invalidations
+    _invalidations += 1
+
+
 # Optimizers that write through `.data` or raw pointers do not raise a weight's version; every step counts here.
 _optimizer_steps = 0
 
@@ -211,8 +217,10 @@ class AlignedLinear(nn.Linear):
 
     def invalidate(self) -> None:
         """Forget the codes, and those of layers with the same scale; the next forward or refresh quantizes anew."""
-        global _invalidations
-        _invalidations += 1
+        count_invalidation()
+        self._forget()
+
+    def _forget(self) -> None:
         for layer in self._siblings or (self,):
             layer._held.codes = layer._held.amax = None
 
@@ -256,7 +264,7 @@ def quantize_layers(layers: Sequence[AlignedLinear]) -> dict[AlignedLinear, dict
         if held.codes is not None and held.codes.key == key:
             found[layer] = held.codes.tensors
             continue
-        layer.invalidate()  # the old codes' memory serves the new ones
+        layer._forget()  # the old codes' memory serves the new ones
         stale.setdefault((layer.method, layer.export_dtype), []).append((layer, key))
     for (method, dtype), group in stale.items():
         made = method.quantize_many([layer.weight.detach() for layer, _ in group], dtype)
