@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# The GPU's tests and every table of docs/ that was measured on one, each part under a time limit of its own, into a folder.
+#
+#   benchmarks/gpu.sh FOLDER [PART...]
+#
+# Parts, all by default, in this order: tests exact refresh cost decode gemm rollout learner iteration vllm.
+# VLLM_PATH and TRL_PATH name folders that are put before the path of the children that need vLLM and TRL; without them
+# the parts `vllm` and TRL's half of `iteration` use what is installed. A part that fails or is cut leaves what it printed.
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="$(mkdir -p "$1" && cd "$1" && pwd)"
+shift
+parts="${*:-tests exact refresh cost decode gemm rollout learner iteration vllm}"
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+
+# part NAME SECONDS COMMAND...: what it printed is NAME.txt, and its last lines are shown.
+part() {
+    local name="$1" seconds="$2" start=$SECONDS
+    shift 2
+    timeout -s INT -k 10 "$seconds" "$@" >"$out/$name.txt" 2>&1
+    echo "== $name: exit status $?, $((SECONDS - start)) s"
+    grep -v "Warning\|^$\|warn" "$out/$name.txt" | tail -n 12 | cut -c1-220
+}
+
+for name in $parts; do
+    case "$name" in
+    tests)
+        # -v names a test as it ends, so that a run that is cut says what failed.
+        export LQRL_TEST_ACCELERATOR=cuda
+        part tests 420 python3 -m pytest -v -n 8 -m gpu --tb=short -p no:cacheprovider tests/unit
+        grep "FAILED\|ERROR" "$out/tests.txt" | sort -u | head -40
+        part integration 240 python3 -m pytest -v --tb=short -p no:cacheprovider tests/integration/test_exact.py \
+            tests/integration/test_exact_guard.py tests/integration/test_exact_proximal.py tests/integration/test_phase_timer.py
+        unset LQRL_TEST_ACCELERATOR
+        ;;
+    exact)
+        part exact 120 python3 benchmarks/mismatch.py --exact --device cuda --dtype float32,bfloat16 --schemes none int8_w8a8 \
+            int8_w8a16 int4_w4a16_g32 fp8_per_channel fp8_per_block int8_w8a8+lm_head+kv_int8 fp8_per_channel+kv_fp8
+        ;;
+    refresh) part refresh 60 python3 benchmarks/refresh.py --repeats 11 ;;
+    cost)
+        part cost_0.6B 120 python3 benchmarks/exact_cost.py --device cuda --repeats 3 --rows 64
+        part cost_8B 150 python3 benchmarks/exact_cost.py --device cuda --repeats 3 --rows 64 --model 8B --layers 8 \
+            --formats int8_w8a8 int4_w4a16
+        ;;
+    decode)
+        part decode_step 150 python3 benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 14 --formats none \
+            none+kv_fp8_static fp8_per_channel+kv_fp8_static int8_w8a8 int4_w4a16
+        part decode_attention 120 python3 benchmarks/decode_attention.py --splits 1 2 4
+        part decode_rows 40 python3 benchmarks/decode_rows.py
+        ;;
+    gemm) part decode_gemm 200 python3 benchmarks/decode_gemm.py --seconds 190 ;;
+    rollout)
+        part rollout 420 python3 benchmarks/rollout.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 400 \
+            --rows "$out/rollout.jsonl"
+        ;;
+    learner) part learner 300 python3 benchmarks/learner.py --budget 280 --rows "$out/learner.jsonl" ;;
+    iteration)
+        part iteration 440 python3 benchmarks/iteration.py ${TRL_PATH:+--trl-path "$TRL_PATH"} --budget 420 \
+            --rows "$out/iteration.jsonl"
+        ;;
+    vllm)
+        export LQRL_TEST_ACCELERATOR=cuda
+        PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part vllm_tests 420 python3 -m pytest -v --tb=short \
+            -p no:cacheprovider tests/integration/test_vllm_engine.py tests/integration/test_vllm_refresh.py \
+            tests/integration/test_vllm_run.py
+        unset LQRL_TEST_ACCELERATOR
+        ;;
+    *) echo "no part is called $name" >&2; exit 2 ;;
+    esac
+done
