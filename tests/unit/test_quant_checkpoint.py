@@ -334,6 +334,25 @@ def test_codes_without_a_scale_are_no_weights(name, tmp_path):
             use()
 
 
+@pytest.mark.parametrize(
+    ("last", "value", "message"),
+    [
+        ("weight_zero_point", torch.ones(4), "its weight_zero_point is not 0"),
+        ("weight_shape", torch.tensor([3, 5]), r"its weight_shape is \[3, 5\], the model's"),
+        ("weight_scale", torch.tensor([torch.nan]), "its weight_scale holds NaN or inf"),
+    ],
+)
+def test_what_a_layer_says_beside_its_codes_is_read(last, value, message, tmp_path):
+    saved("int4_w4a16_g32", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.0.mlp.up_proj.{last}"
+    tensors[name] = value if last != "weight_scale" else tensors[name] * torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        list(load_quantized(tmp_path)[1])
+
+
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(tmp_path):
     saved("int8_w8a8", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -344,7 +363,7 @@ def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(tmp_path):
     save_file(tensors | {"lm_head.weight": embedding.clone()}, path, metadata={"format": "pt"})
     assert "lm_head.weight" not in dict(load_quantized(tmp_path)[1])
     save_file(tensors | {"lm_head.weight": embedding * 2}, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="ties lm_head.weight to model.embed_tokens.weight, but"):
+    with pytest.raises(ValueError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but"):
         list(load_quantized(tmp_path)[1])
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant.numerics import pack_int4, unpack_int4
+from lqrl.quant.numerics.finite import whole_scale
 from lqrl.quant.scheme import QuantScheme, TensorFormat
 
 METHOD = "compressed-tensors"
@@ -230,10 +231,11 @@ def shipped_tensors(
     Raises:
         ValueError: when a tensor is missing, not understood, or of another shape or type.
     """
-    known = {*expected, "weight", "weight_packed", "weight_shape", "weight_zero_point"}  # zero points of 0: symmetric
+    known = {*expected, "weight", "weight_packed", "weight_shape", "weight_zero_point"}
     unknown = sorted(set(stored) - known)
     if unknown:
         raise ValueError(f"it has {', '.join(unknown)}, which no kernel here reads")
+    _check_unread(stored, expected)
     tensors = dict(stored)
     if weight.dtype in _INTEGERS:
         tensors.update(_codes(stored, _BITS[weight.dtype], expected))
@@ -253,6 +255,22 @@ def shipped_tensors(
             )
         shipped[name] = tensor
     return shipped
+
+
+def _check_unread(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """What is not shipped must say nothing new, and scales must be numbers."""
+    if bool(stored.get("weight_zero_point", torch.zeros(1)).any()):
+        raise ValueError("its weight_zero_point is not 0, and no kernel here reads it")
+    packed = expected.get("weight_packed")
+    shape = (
+        expected["weight"].shape if packed is None else (packed.shape[0], packed.shape[1] * packed.element_size() * 2)
+    )
+    said = stored.get("weight_shape")
+    if said is not None and said.tolist() != list(shape):
+        raise ValueError(f"its weight_shape is {said.tolist()}, the model's {list(shape)}")
+    for name, tensor in stored.items():
+        if name.endswith("scale") and not whole_scale(name, tensor):
+            raise ValueError(f"its {name} holds NaN or inf")
 
 
 def _codes(stored: Mapping[str, Tensor], bits: int, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
