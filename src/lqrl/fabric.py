@@ -11,7 +11,7 @@ import lightning as L
 from lqrl.callbacks.sampler_feedback import feed_back
 from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
-from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
+from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state, restore_learner
 from lqrl.learner.frozen import without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
@@ -121,4 +121,4 @@ def _load(
     if scheduler is not None:
         scheduler.load_state_dict(state["lr_schedulers"][0])
     data.load_state_dict(state["data"])
-    module.policy_version, module.iteration = learner["policy_version"], learner["iteration"]
+    restore_learner(module, learner)

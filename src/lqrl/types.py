@@ -138,8 +138,10 @@ class Completion:
         log_mass: ``[L]`` float32, log of the probability mass that top-k/top-p kept; 0 without truncation. The
             untruncated log-prob is ``logprobs + log_mass``.
         finish_reason: ``stop`` (EOS or stop token) or ``length``.
-        policy_version: version of the weights that sampled it.
+        policy_version: version of the weights that sampled it, the oldest of several.
         text: decoded tokens; filled in by ``rollouts.collect``.
+        token_versions: ``[L]`` int64, version of the weights that sampled each token of a completion that was continued
+            under newer ones; ``None`` where ``policy_version`` sampled all.
     """
 
     prompt_id: int
@@ -150,6 +152,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     text: str = ""
+    token_versions: Tensor | None = None
 
 
 class Ratio(NamedTuple):
@@ -202,8 +205,10 @@ class RolloutBatch(_Rows):
         group_ids: ``[B]`` int64; rows of one group share a baseline.
         sample_index: ``[B]`` int64.
         truncated: ``[B]`` bool, ended by length.
-        policy_versions: ``[B]`` int64.
+        policy_versions: ``[B]`` int64, of each row's oldest token.
         term_names: names of the K columns of ``reward_terms``.
+        token_versions: ``[B, T]`` int64, version of the weights that sampled each token, -1 outside the completion; or
+            ``None`` in a batch made by hand.
     """
 
     input_ids: Tensor
@@ -220,6 +225,7 @@ class RolloutBatch(_Rows):
     truncated: Tensor
     policy_versions: Tensor
     term_names: tuple[str, ...] = ()
+    token_versions: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -253,7 +259,7 @@ class TrainBatch(_Rows):
 
     Attributes:
         input_ids, attention_mask, rollout_logprobs, rollout_log_mass, group_ids: as in ``RolloutBatch``.
-        prompt_ids, policy_versions: as in ``RolloutBatch``, or ``None`` in a batch made by hand.
+        prompt_ids, policy_versions, token_versions: as in ``RolloutBatch``, or ``None`` in a batch made by hand.
         loss_mask: ``[B, T]`` bool; tokens that are trained. Every denominator counts these unless it says otherwise.
         advantages: ``[B, T]`` float32.
         old_logprobs: ``[B, T]`` float32 or ``None`` before the proximal pass.
@@ -275,6 +281,7 @@ class TrainBatch(_Rows):
     clip_scale: Tensor | None = None
     prompt_ids: Tensor | None = None
     policy_versions: Tensor | None = None
+    token_versions: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -15,13 +15,14 @@ from transformers import PreTrainedConfig, Qwen2Tokenizer
 from lqrl.algorithms import TBPOLoss
 from lqrl.cli import run
 from lqrl.data import PromptDataModule
-from lqrl.engines import TorchEngineFactory
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm import VLLMEngineFactory
+from lqrl.engines.vllm.adapters import ServedAdapters
 from lqrl.engines.vllm.served import ServedModel, kv_cache_dtype
 from lqrl.learner import PolicyModule
 from lqrl.lightning_cli import LqrlCLI
 from lqrl.modeling.backbone import load_model
+from lqrl.quant.lora import Lora
 from lqrl.quant.scheme import QuantScheme
 from lqrl.testing import tiny_config
 from lqrl.testing.models import tiny_moe_config
@@ -115,7 +116,7 @@ def test_the_papers_are_there():
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_recipe_selects_what_its_paper_used(path):
     module, paper = parsed(path).model, path.stem.partition("_")[0]
-    assert isinstance(module.engine_factory, TorchEngineFactory if paper == "qerl" else VLLMEngineFactory)
+    assert isinstance(module.engine_factory, VLLMEngineFactory)
     assert module.scheme.quantizes
     assert module.aligned == (paper in ("qarl", "qerl"))
     assert isinstance(module.loss, TBPOLoss) == (paper == "qarl")
@@ -125,17 +126,19 @@ def test_a_recipe_selects_what_its_paper_used(path):
     assert getattr(module.correction, "acr", False) == (paper == "qurl")
 
 
-ON_VLLM = [(path, scheme) for path, scheme in RECIPES if not path.stem.startswith("qerl")]
-
-
-@pytest.mark.parametrize(("path", "scheme"), ON_VLLM, ids=lambda v: getattr(v, "stem", v))
+@pytest.mark.parametrize(("path", "scheme"), RECIPES, ids=lambda v: getattr(v, "stem", v))
 def test_vllm_has_the_format(path, scheme):
     model = yaml.safe_load(path.read_text())["model"]["init_args"]
     chosen = QuantScheme.preset(scheme or model["scheme"])
     config = tiny_architecture(model["model"], 8)
-    served = ServedModel(EngineSpec(config, chosen, torch.bfloat16, torch.device("cuda"), 512, (1,)), unties=False)
+    spec = EngineSpec(config, chosen, torch.bfloat16, torch.device("cuda"), 512, (1,))
+    served = ServedModel(spec, unties=False)
     assert served.config.quantization_config["quant_method"] == "compressed-tensors"
     assert kv_cache_dtype(chosen, "cuda") == ("fp8_e4m3" if chosen.kv_cache else "auto")
+    if model.get("lora"):
+        adapters = ServedAdapters(spec, Lora(**model["lora"]))
+        assert adapters.arguments["max_lora_rank"] == model["lora"]["r"]
+        assert len(adapters.tensors) == 2 * 7 * config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("path", "scheme"), RECIPES, ids=lambda v: getattr(v, "stem", v))

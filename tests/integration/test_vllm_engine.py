@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,6 @@ from vllm_models import DEVICE, EOS, KV_BYTES, build, config_of, full_logits, po
 from lqrl.engines.base import EngineSpec, StaleEngineError
 from lqrl.engines.vllm import VLLMEngine, VLLMEngineFactory
 from lqrl.learner.scorer import Scorer
-from lqrl.quant.lora import Lora
 from lqrl.quant.prepare import prepare_
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, SamplingParams
@@ -262,6 +264,11 @@ def spec_with(**changes) -> EngineSpec:
     return replace(EngineSpec(config_of("qwen3"), NONE, torch.float32, DEVICE, 128, EOS), **changes)
 
 
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+PARTS = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, EXAMPLE]
+MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": PARTS}}
+
+
 def narrow_heads() -> EngineSpec:
     config = config_of("qwen3")
     config.head_dim = 16
@@ -272,11 +279,12 @@ def narrow_heads() -> EngineSpec:
     ("spec", "options", "error", "message"),
     [
         (spec_with(exact=True), {}, NotImplementedError, "exact: true needs TorchEngineFactory"),
-        (spec_with(lora=Lora(r=4, alpha=8)), {}, NotImplementedError, "lora.refresh to merge"),
         (spec_with(device=torch.device("meta")), {}, ValueError, "asked for on meta"),
         (spec_with(scheme=QuantScheme.preset("nf4")), {}, ValueError, "'nf4'.*bitsandbytes"),
         (spec_with(), {"engine_args": {"dtype": "half"}}, ValueError, "comes from model.init_args.dtype"),
         (spec_with(), {"engine_args": {"block_sise": 32}}, ValueError, "did you mean block_size"),
+        (spec_with(), {"engine_args": {"kv_transfer_config": EXAMPLE}}, ValueError, "ExampleConnector cannot drop"),
+        (spec_with(), {"engine_args": {"kv_transfer_config": MULTI}}, ValueError, "ExampleConnector cannot drop"),
     ],
     ids=lambda value: None,
 )
@@ -335,3 +343,16 @@ def test_engine_args_reach_vllm() -> None:
     assert isinstance(engine, VLLMEngine)
     assert engine._llm.llm_engine.vllm_config.cache_config.block_size == 64
     engine.close()
+
+
+def test_separate_prefill_and_decode_engines_pass_through(tmp_path: Path) -> None:
+    """A connector of the user's keeps files, and drops them at a refresh."""
+    script = Path(__file__).with_name("vllm_connector_run.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    old, new = torch.load(tmp_path / "said.pt", weights_only=True)
+    prompt, params = Prompt(1, tuple(5 + i % 50 for i in range(70))), SamplingParams(n=2, max_tokens=4)
+    fresh = refreshed().generate([prompt], params, seed=0)[0]
+    for before, after, c in zip(old, new, fresh, strict=True):
+        torch.testing.assert_close(after, c.logprobs, rtol=0, atol=1e-5)
+        assert not torch.allclose(before, c.logprobs, rtol=0, atol=1e-3)

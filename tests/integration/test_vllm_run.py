@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +68,8 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def quickstart(model: str, folder: Path, engine: dict[str, Any], **changes: Any) -> list[dict[str, str]]:
-    """Three iterations; the rows of metrics.csv."""
+def config_of(model: str, folder: Path, engine: dict[str, Any], **changes: Any) -> Path:
+    """The quickstart, three iterations long."""
     config = yaml.safe_load(Path("configs/quickstart.yaml").read_text())
     config["trainer"] |= {
         "accelerator": DEVICE.type,
@@ -82,7 +85,12 @@ def quickstart(model: str, folder: Path, engine: dict[str, Any], **changes: Any)
         config["data"]["init_args"][source]["limit"] = 24
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    cli = run(["fit", "--config", str(path)])
+    return path
+
+
+def quickstart(model: str, folder: Path, engine: dict[str, Any], **changes: Any) -> list[dict[str, str]]:
+    """Three iterations; the rows of metrics.csv."""
+    cli = run(["fit", "--config", str(config_of(model, folder, engine, **changes))])
     with (Path(cli.trainer.log_dir) / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
 
@@ -114,3 +122,52 @@ def test_the_quickstart_trains_on_vllm_rollouts(wider: str, tmp_path: Path, sche
     assert all(0 < moved < 0.9 for moved in column(rows, "refresh/codes_changed_fraction")) or scheme == "none"
     assert len(column(rows, "val/pass@1")) >= 1
     assert bool(column(rows, "val_full/pass@1")) == (scheme == "int8_w8a8")
+
+
+def test_adapters_train_on_vllm_rollouts(wider: str, tmp_path: Path) -> None:
+    lora = {"r": 4, "alpha": 8.0, "train_norms": True, "refresh": "adapter"}
+    rows = quickstart(wider, tmp_path, VLLM, scheme="fp8_per_channel", lora=lora)
+    assert max(column(rows, "mismatch/k3")) < 1e-3
+    # The base came before the first iteration.
+    moved = column(rows, "refresh/elements_changed_fraction")
+    assert min(moved) > 0
+    assert max(moved) < 1
+    assert column(rows, "refresh/codes_changed_fraction") == [0.0] * 3
+
+
+def test_vllm_quantizes_what_a_run_ships(wider: str, tmp_path: Path) -> None:
+    engine = VLLM | {"init_args": VLLM["init_args"] | {"online": True}}
+    rows = quickstart(wider, tmp_path, engine, scheme="fp8_per_channel", dtype="bfloat16")
+    assert len(column(rows, "rollout/length")) == 3
+    assert max(column(rows, "mismatch/k3")) < 0.01
+    assert all(0 < moved <= 1 for moved in column(rows, "refresh/elements_changed_fraction"))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_train_on_rollouts_of_an_engine_that_they_hold_together(wider: str, tmp_path: Path) -> None:
+    engine = VLLM | {"init_args": VLLM["init_args"] | {"tensor_parallel_size": 2}}
+    path = config_of(wider, tmp_path, engine, scheme="none")
+    config = yaml.safe_load(path.read_text())
+    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    path.write_text(yaml.safe_dump(config))
+    words = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lqrl",
+        "fit",
+        "--config",
+        str(path),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    (metrics,) = (tmp_path / "runs").rglob("metrics.csv")
+    with metrics.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(column(rows, "rollout/length")) == 3
+    assert max(column(rows, "mismatch/k3")) < 1e-8
+    assert all(0 < moved <= 1 for moved in column(rows, "refresh/elements_changed_fraction"))
+    assert len(column(rows, "val/pass@1")) >= 1

@@ -11,6 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -26,6 +28,7 @@ from vllm_models import DEVICE, EOS, KV_BYTES, config_of, refreshed, weights_of
 from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMServerEngine, VLLMServerEngineFactory
 from lqrl.engines.vllm.fleet import ReplicasLostError
+from lqrl.engines.vllm.partial import Partial
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
 from lqrl.types import Completion, Prompt, SamplingParams
@@ -60,6 +63,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngi
 @pytest.fixture
 def engine(started: VLLMServerEngine) -> VLLMServerEngine:
     """The same engine after a refresh, which starts servers anew that a test has killed."""
+    with suppress(RefreshError):  # when it is the first to see that they are gone
+        started.update_weights(stream(), policy_version=4)
     started.update_weights(stream(), policy_version=5)
     assert len(started.serving) == 2
     return started
@@ -176,13 +181,10 @@ def test_servers_that_are_killed_in_a_refresh_and_at_last_in_a_generation(engine
         when(lambda: version_of(other) == "none", lambda: (time.sleep(0.5), kill(engine, killed)))
 
     halted = when(lambda: any(directory.glob("*/weights.json")), halt)
-    with pytest.raises(RefreshError, match=rf"the refresh failed on 1 of 2 replicas: {killed}"):
-        outside.update_weights(stream(1), policy_version=7)
+    with pytest.warns(UserWarning, match=rf"failed on 1 of 2 replicas: {killed}.*done again with the other 1"):
+        outside.update_weights(stream(), policy_version=7)
     halted.join()
-    with pytest.raises(StaleEngineError, match="its last refresh failed"):
-        outside.generate(PROMPTS, SHORT, seed=1)
-    assert version_of(other) == "none"
-    outside.update_weights(stream(), policy_version=8)
+    assert version_of(other).startswith("7-")
     assert outside.serving == [other]
     check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
 
@@ -220,3 +222,97 @@ def test_the_quickstart_trains_on_rollouts_of_a_server(wider: str, tmp_path: Pat
     assert len(test_vllm_run.column(rows, "rollout/length")) == 3
     assert max(test_vllm_run.column(rows, "mismatch/k3")) < 1e-8
     assert all(0 < moved < 0.9 for moved in test_vllm_run.column(rows, "refresh/codes_changed_fraction"))
+
+
+# ---------------------------------------------------------------- partial rollouts
+
+
+def test_the_quickstart_trains_on_partial_rollouts(wider: str, tmp_path: Path) -> None:
+    options = OF_SERVERS | {"max_num_seqs": 8, "partial": {"limit_fraction": 0.4}}
+    engine = {"class_path": "lqrl.engines.vllm.VLLMServerEngineFactory", "init_args": options}
+    rows = test_vllm_run.quickstart(wider, tmp_path, engine, scheme="int8_w8a8", max_staleness=1)
+    assert len(test_vllm_run.column(rows, "rollout/length")) == 3
+    assert any(lag > 0 for lag in test_vllm_run.column(rows, "rollout/token_lag"))
+
+
+def test_samples_that_are_cut_are_continued_under_new_weights(engine: VLLMServerEngine) -> None:
+    """Twice: every token has the log-prob of the weights that its version names."""
+    outside = VLLMServerEngineFactory(
+        urls=engine.serving,
+        transfer_directory=engine.options.transfer_directory,
+        partial=Partial(limit_fraction=0.3, max_lag=2),
+        **OPTIONS,
+    )(SPEC)
+    params = SamplingParams(n=8, max_tokens=100, temperature=1.0)  # some end by a stop token
+    returned: list[tuple[Prompt, list[Completion]]] = []
+    for version in (0, 1):
+        outside.update_weights(stream(version), policy_version=version)
+        returned += outside.generate_some([replace(p, id=p.id + version) for p in PROMPTS], params, seed=version)
+        assert outside.unfinished() or version
+    outside.update_weights(stream(2), policy_version=2)
+    while outside.unfinished():
+        returned += outside.generate_some([], params, seed=9)
+    assert sorted((p.id, c.sample_index) for p, group in returned for c in group) == sorted(
+        (p.id + version, i) for p in PROMPTS for version in (0, 1) for i in range(8)
+    )
+    texts = [([*p.input_ids, *c.token_ids.tolist()], len(p.input_ids), c) for p, group in returned for c in group]
+    for _, _, c in texts:
+        stops = [i for i, token in enumerate(c.token_ids.tolist()) if token in EOS]
+        assert stops == ([len(c.token_ids) - 1] if c.finish_reason == "stop" else [])
+        assert c.finish_reason == "stop" or len(c.token_ids) == 100
+    assert any(c.finish_reason == "stop" for _, _, c in texts)
+    assert any(c.token_versions is not None for _, _, c in texts)
+    near = torch.zeros(3, 3)  # by who drew and who scores
+    drawn = torch.zeros(3)
+    for scorer in range(3):
+        outside.update_weights(stream(scorer), policy_version=scorer)
+        for (_, start, c), scored in zip(texts, outside.score([tokens for tokens, _, _ in texts]), strict=True):
+            versions = torch.full_like(c.token_ids, c.policy_version) if c.token_versions is None else c.token_versions
+            close = (c.logprobs - scored[start:]).abs() < 1e-4
+            for version in range(3):
+                near[version, scorer] += (close & (versions == version)).sum()
+                drawn[version] += (versions == version).sum() if scorer == version else 0
+    assert drawn.sum() == sum(len(c.token_ids) for _, _, c in texts)
+    shares = near / drawn.clamp_min(1)[:, None]
+    # an int8 activation near a boundary has another code in another batch
+    assert bool((shares.diagonal()[drawn > 0] > 0.98).all()), shares
+    assert bool((shares.fill_diagonal_(0) < 0.05).all()), shares
+
+
+# ---------------------------------------------------------------- a refresh layer by layer
+
+
+def test_a_streamed_refresh_gives_the_same_engines(engine: VLLMServerEngine) -> None:
+    """Also after one in which a server is killed while it reads."""
+    directory, urls = Path(str(engine.options.transfer_directory)), list(engine.serving)
+    options = {"urls": urls, "transfer_directory": str(directory), "count_changes": False, **OPTIONS}
+    outside = VLLMServerEngineFactory(stream_refresh=True, **options)(SPEC)
+    weights, present = list(stream(1)), []
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for each in weights:
+            present.append(sum(path.stat().st_size for path in directory.glob("*/*") if path.suffix != ".read"))
+            yield each
+
+    streamed = outside.update_weights(watched(), policy_version=6)
+    said = outside.generate(PROMPTS, SHORT, seed=1)
+    whole = VLLMServerEngineFactory(**options)(SPEC).update_weights(weights, policy_version=6)
+    assert (streamed.digest, streamed.elements) == (whole.digest, whole.elements)
+    largest = sum(t.nbytes for name, t in weights if ".layers.0." in name)
+    assert max(present) < 2.1 * largest
+
+    killed, other = urls
+
+    def killing() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name.startswith("model.layers.1."):
+                kill(engine, killed)
+            yield name, tensor
+
+    with pytest.raises(RefreshError, match=rf"the refresh failed on .* of 2 replicas: .*{killed}"):
+        outside.update_weights(killing(), policy_version=7)
+    with pytest.raises(StaleEngineError, match="its last refresh failed"):
+        outside.generate(PROMPTS, SHORT, seed=1)
+    outside.update_weights(weights, policy_version=8)
+    assert outside.serving == [other]
+    check_same(outside.generate(PROMPTS, SHORT, seed=1), said)

@@ -20,6 +20,7 @@ from lqrl.engines.vllm import VLLMEngine, VLLMEngineFactory
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.export import export_weights
 from lqrl.quant.kv import prepare_kv_
+from lqrl.quant.lora import Lora
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
 
@@ -71,10 +72,11 @@ def build(
     preset: str = "none",
     dtype: torch.dtype = torch.float32,
     spread: float = 0.15,
+    lora: Lora | None = None,
     **options: Any,
 ) -> VLLMEngine:
     """An engine without weights."""
-    spec = EngineSpec(config_of(family, spread), QuantScheme.preset(preset), dtype, DEVICE, 128, EOS)
+    spec = EngineSpec(config_of(family, spread), QuantScheme.preset(preset), dtype, DEVICE, 128, EOS, lora)
     engine_args = {"enforce_eager": True} | options.pop("engine_args", {})
     if DEVICE.type != "cpu":
         options = {"gpu_memory_utilization": 0.05} | options  # many engines live at once

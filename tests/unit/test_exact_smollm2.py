@@ -16,6 +16,7 @@ from lqrl.types import SamplingParams
 FOLDER = os.environ.get("LQRL_TEST_SMOLLM2", "")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 @pytest.mark.skipif(not FOLDER, reason="LQRL_TEST_SMOLLM2 names no model")
 def test_ten_thousand_tokens_of_smollm2():

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from lqrl.engines.base import RefreshError
 from lqrl.engines.digest import digest
 from lqrl.engines.vllm.served import ServedModel, described
 from lqrl.engines.vllm.transfer import read_weights
@@ -43,6 +44,8 @@ class VLLMPeer:
         load_result: changes what ``lqrl_load`` says.
         keeps_prefixes, says_nan: faults of a refresh.
         seconds: of a completion.
+        token_seconds: of each of its tokens, between which it can be cut.
+        bodies: of the completions that were asked.
     """
 
     def __init__(self, model: ServedModel | None = None, port: int = 0, **facts: Any) -> None:
@@ -53,7 +56,9 @@ class VLLMPeer:
         self.held = ""
         self.load_result: dict[str, Any] = {}
         self.keeps_prefixes = self.says_nan = self.paused = False
-        self.seconds = 0.0
+        self.seconds = self.token_seconds = 0.0
+        self.bodies: list[Any] = []
+        self._cuts = 0
         self._lock, self._dead = threading.Lock(), False
         self.facts = {
             "vllm": "0.32.0",
@@ -126,12 +131,15 @@ class VLLMPeer:
             return 200, {"success": True}
         if route in ("/pause", "/resume"):
             self.paused = route == "/pause"
+            self._cuts += self.paused
             return 200, {"status": route}
         if route == "/reset_prefix_cache":
             return 200, {"success": not self.keeps_prefixes}
         if route == "/collective_rpc":
             return 200, {"results": [self._worker(body["method"], *body["args"])]}
-        if route == "/v1/completions" and not self.paused:
+        if route == "/v1/completions":
+            while self.paused and not self._dead:
+                time.sleep(0.005)
             return 200, self._completion(body)
         return 404, {"detail": "Not Found"}
 
@@ -144,17 +152,25 @@ class VLLMPeer:
             self.stamped = args[0]
             return None
         assert method == "lqrl_load"
-        self.held = digest(read_weights(Path(args[0])))
+        try:
+            self.held = digest(read_weights(Path(args[0])))
+        except RefreshError as error:
+            return {"error": str(error), "broken": False}
         return {"missed": [], "moved": [], "digest": self.held} | self.load_result
 
     def _completion(self, body: Any) -> Any:
+        self.bodies.append(body)
         time.sleep(self.seconds)
-        tokens = sampled(body.get("seed", 0), body["max_tokens"])
+        tokens, said, cuts = sampled(body.get("seed", 0), body["max_tokens"]), 0, self._cuts
+        while said < len(tokens) and self._cuts == cuts:
+            time.sleep(self.token_seconds)
+            said += 1
+        finish, tokens = "length" if said == len(tokens) else "abort", tokens[:said]
         logprob = -9999.0 if self.says_nan else -0.5
         return {
             "choices": [
                 {
-                    "finish_reason": "length",
+                    "finish_reason": finish,
                     "prompt_token_ids": body["prompt"],
                     "token_ids": tokens,
                     "logprobs": {

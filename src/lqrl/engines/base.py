@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -62,9 +62,14 @@ class RolloutEngine(ABC):
 
     Attributes:
         policy_version: version of the weights that serve; -1 before the first refresh and after a failed one.
+        takes: format that `update_weights` is sent, by an engine that quantizes what it is sent itself; ``None`` is
+            that of its `EngineSpec`.
+        collective: several ranks hold the engine together, and call `generate` together; one without prompts, too.
     """
 
     policy_version: int = -1
+    takes: QuantScheme | None = None
+    collective: bool = False
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
@@ -78,6 +83,35 @@ class RolloutEngine(ABC):
             StaleEngineError: when no refresh has succeeded yet, or the last one failed.
             ValueError: when a prompt is empty or too long for ``max_model_len``.
         """
+
+    def generate_some(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int
+    ) -> list[tuple[Prompt, list[Completion]]]:
+        """Draw completions of ``prompts``, of which an engine with partial rollouts may leave some for a later call.
+
+        Returns:
+            Whole groups: those of ``prompts`` and of earlier calls that are finished, each once. By default all.
+
+        Raises:
+            StaleEngineError, ValueError: as `generate`.
+        """
+        return list(zip(prompts, self.generate(prompts, params, seed=seed), strict=True))
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """What `generate_some` left for later, as plain values for a checkpoint."""
+        return []
+
+    def take_up(self, unfinished: Sequence[Mapping[str, Any]]) -> None:
+        """Have what `unfinished` said before be continued by this engine.
+
+        Raises:
+            ValueError: when it continues nothing.
+        """
+        if unfinished:
+            raise ValueError(
+                f"the checkpoint holds {len(unfinished)} groups of partial rollouts, which {type(self).__name__} "
+                "cannot continue; resume with the engine that began them, partial set"
+            )
 
     @abstractmethod
     def update_weights(

@@ -54,7 +54,7 @@ class TorchEngineFactory(EngineFactory):
             and 8 elsewhere. Samples do not depend on it.
         fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
             `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels, as the
-            learner's do. Exact mode has kernels of its own.
+            learner's do. In exact mode they are taken where they give the learner's bits, with exact attention.
         cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`.
 
     Raises:

@@ -19,8 +19,21 @@ def learner_state(module: PolicyModule) -> dict[str, Any]:
         "iteration": module.iteration,
         "validations": [[version, dict(scores)] for version, scores in module.validation.history],
         "frozen": frozen_digest(module),
+        "unfinished": module.engine.unfinished() if "engine" in vars(module) else [],
         **run_options(module),
     }
+
+
+def restore_learner(module: PolicyModule, state: dict[str, Any]) -> None:
+    """Set what `learner_state` said; samples that the engine had begun are given to it where there is one.
+
+    Raises:
+        ValueError: when the engine cannot continue them.
+    """
+    module.policy_version, module.iteration = state["policy_version"], state["iteration"]
+    module.validation.history = [(version, dict(scores)) for version, scores in state["validations"]]
+    if "engine" in vars(module):
+        module.engine.take_up(state.get("unfinished", []))
 
 
 def run_options(module: PolicyModule) -> dict[str, Any]:
@@ -30,6 +43,7 @@ def run_options(module: PolicyModule) -> dict[str, Any]:
         "scheme": module.scheme.name,
         "formats": str(module.scheme),
         "aligned": module.aligned,
+        "exact": module.exact,
         "dtype": str(module.compute_dtype),
         "master_dtype": str(module.master_dtype),
         "transforms": [repr(transform) for transform in module.transforms],

@@ -16,7 +16,7 @@ from lqrl.algorithms import GRPO, AdvantageFn, ClippedLoss, Correction, KLPenalt
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, RolloutEngine
-from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state
+from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state, restore_learner
 from lqrl.learner.frozen import SentOnce, without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate
 from lqrl.learner.options import check_options, check_precision
@@ -78,7 +78,7 @@ class PolicyModule(L.LightningModule):
         lora: train adapters on a frozen base (QeRL) instead of all parameters; checkpoints hold the adapters alone.
         transforms: invariant transforms, folded once after loading, such as UAQ (QuRL) or a Hadamard rotation.
         backward: operands of the aligned layers' backward products, see `lqrl.quant.AlignedLinear`.
-        max_staleness: how many versions the engine may lag.
+        max_staleness: how many versions the engine may lag, and the oldest token of a rollout.
         val_samples: completions of each validation prompt.
         validate_full_precision: also validate with unquantized weights, logged as ``val_full/*``.
         seed: of rollouts and shuffles.
@@ -264,6 +264,7 @@ class PolicyModule(L.LightningModule):
             refill=self.refill,
             draw_more=self.draw_more,
             beliefs=self.beliefs,
+            oldest_version=self.policy_version - self.max_staleness,
         )
 
     def learn_from(self, rollouts: Rollouts) -> tuple[TrainBatch, dict[str, float]]:
@@ -396,5 +397,4 @@ class PolicyModule(L.LightningModule):
         if self._trainer is not None and self._trainer.state.fn == "fit":
             check_same_run(self, checkpoint)
             prompt_data(self._trainer).restore(checkpoint)  # Lightning looks only under the very same class name
-        self.policy_version, self.iteration = state["policy_version"], state["iteration"]
-        self.validation.history = [(v, dict(scores)) for v, scores in state["validations"]]
+        restore_learner(self, state)

@@ -39,6 +39,7 @@ def pad_rollouts(
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     attention_mask, completion_mask = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     logprobs, log_mass = torch.zeros(shape), torch.zeros(shape)
+    token_versions = torch.full(shape, -1, dtype=torch.long)
     for row, (_, prompt, completion) in enumerate(rows):
         start, stop = len(prompt.input_ids), len(prompt.input_ids) + len(completion.token_ids)
         input_ids[row, :start] = torch.tensor(prompt.input_ids)
@@ -47,6 +48,8 @@ def pad_rollouts(
         completion_mask[row, start:stop] = True
         logprobs[row, start:stop] = completion.logprobs
         log_mass[row, start:stop] = completion.log_mass
+        versions = completion.token_versions
+        token_versions[row, start:stop] = completion.policy_version if versions is None else versions
     return RolloutBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -62,6 +65,7 @@ def pad_rollouts(
         truncated=torch.tensor([c.finish_reason == "length" for _, _, c in rows], dtype=torch.bool),
         policy_versions=torch.tensor([c.policy_version for _, _, c in rows], dtype=torch.long),
         term_names=term_names,
+        token_versions=token_versions,
     )
 
 
@@ -82,6 +86,7 @@ def to_train_batch(rollout: RolloutBatch, advantages: Advantages) -> TrainBatch:
         group_ids=rollout.group_ids[keep],
         prompt_ids=rollout.prompt_ids[keep],
         policy_versions=rollout.policy_versions[keep],
+        token_versions=None if rollout.token_versions is None else cut(rollout.token_versions),
     )
 
 

@@ -112,6 +112,7 @@ def collect(
     refill: Refill | None = None,
     draw_more: DrawMore | None = None,
     beliefs: Beliefs | None = None,
+    oldest_version: int | None = None,
 ) -> Rollouts:
     """Generate and score completions of ``prompts``, refilling groups without a signal if asked to.
 
@@ -128,37 +129,35 @@ def collect(
         draw_more: draws that many fresh prompts; called by every rank in every round (it may be collective), and
             returns ``None`` when no rank needs more.
         beliefs: expected success rates of prompts, for budgets that differ by prompt.
+        oldest_version: take what the engine has finished (`RolloutEngine.generate_some`), groups that an earlier call
+            began included, if no token is of an older version. ``None`` takes all groups of ``prompts`` and no other.
 
     Raises:
         RewardError: when a reward raises or returns something unusable.
+        StaleEngineError: for tokens that are older than ``oldest_version``.
         RuntimeError: when refill is exhausted and told to raise.
     """
-    wanted = len(prompts)
-    kept: list[_Scored] = []
-    spare: list[_Scored] = []
-    outcomes: list[tuple[int, float, int]] = []
-    seconds = {"generate": 0.0, "reward": 0.0}
-    rounds, tokens, pending = 0, 0, list(prompts)
+    wanted, generated, pending = len(prompts), list[_Scored](), list(prompts)
+    seconds, rounds = {"generate": 0.0, "reward": 0.0}, 0
     while True:
         rounds += 1
         ids = [p.id for p in pending]
         counts = budget(ids, beliefs(ids) if beliefs is not None else None)
-        scored = _round(engine, pending, counts, params, reward, decode, seed, seconds) if pending else []
-        outcomes += [s.outcome for s in scored]
-        tokens += sum(len(c.token_ids) for s in scored for c in s.completions)
-        kept += [s for s in scored if refill is None or s.informative]
-        spare += [s for s in scored if refill is not None and not s.informative]
+        if pending:
+            sampling = replace(params, n=tuple(counts))
+            generated += _round(engine, pending, sampling, reward, decode, seed, oldest_version, seconds)
+        missing = max(0, wanted - sum(refill is None or s.informative for s in generated))
         if refill is None or draw_more is None or rounds >= refill.max_rounds:
             break
-        if (more := draw_more(wanted - len(kept))) is None:
+        if (more := draw_more(missing)) is None:
             break
         pending = more
-    missing = wanted - len(kept)
     if missing and refill is not None:
         refill.check_exhausted(missing, wanted, rounds)
     # Groups without a signal fill the places nobody else took, so that a batch is never empty or of another size.
-    final = kept + spare[: max(0, missing)]
-    return _join(final, reward, pad_token_id, outcomes, rounds, tokens, seconds)
+    final = [s for s in generated if refill is None or s.informative]
+    final += [s for s in generated if refill is not None and not s.informative][:missing]
+    return _join(final, generated, reward, pad_token_id, rounds, seconds)
 
 
 @dataclass
@@ -185,17 +184,24 @@ class _Scored:
 
 def _round(
     engine: RolloutEngine,
-    prompts: list[Prompt],
-    counts: Sequence[int],
+    asked: list[Prompt],
     params: SamplingParams,
     reward: RewardSum,
     decode: Decode,
     seed: int,
+    oldest_version: int | None,
     seconds: dict[str, float],
 ) -> list[_Scored]:
     started = time.perf_counter()
     with phase("generate"):
-        drawn = engine.generate(prompts, replace(params, n=tuple(counts)), seed=seed)
+        if oldest_version is None:
+            prompts, drawn = asked, engine.generate(asked, params, seed=seed)
+        else:
+            some = engine.generate_some(asked, params, seed=seed)
+            prompts, drawn = [prompt for prompt, _ in some], [group for _, group in some]
+            _check_tokens_fresh(drawn, oldest_version)
+    if not prompts:
+        return []
     generated = time.perf_counter()
     with phase("reward"):
         groups = [[replace(c, text=decode(c.token_ids.tolist())) for c in group] for group in drawn]
@@ -207,13 +213,21 @@ def _round(
     return [_Scored(p, g, *part) for p, g, part in zip(prompts, groups, parts, strict=True)]
 
 
+def _check_tokens_fresh(groups: list[list[Completion]], oldest_version: int) -> None:
+    found = min((c.policy_version for group in groups for c in group), default=oldest_version)
+    if found < oldest_version:
+        raise StaleEngineError(
+            f"the engine finished rollouts that policy version {found} began, the oldest allowed is {oldest_version}; "
+            f"raise max_staleness by {oldest_version - found}, or lower the engine's partial.max_lag"
+        )
+
+
 def _join(
     scored: list[_Scored],
+    generated: list[_Scored],
     reward: RewardSum,
     pad_token_id: int,
-    outcomes: list[tuple[int, float, int]],
     rounds: int,
-    tokens: int,
     seconds: dict[str, float],
 ) -> Rollouts:
     prompts, groups = [s.prompt for s in scored], [s.completions for s in scored]
@@ -227,4 +241,6 @@ def _join(
         term_names=names,
         pad_token_id=pad_token_id,
     )
+    outcomes = [s.outcome for s in generated]
+    tokens = sum(len(c.token_ids) for s in generated for c in s.completions)
     return Rollouts(batch, prompts, groups, outcomes, rounds, len(outcomes), tokens, seconds)

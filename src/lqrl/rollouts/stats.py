@@ -13,8 +13,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
 
     Returns:
         ``rollout/reward``, ``rollout/accuracy``, ``rollout/reward_<term>`` (each a mean over rows), ``rollout/length``,
-        ``rollout/truncated_fraction``, ``rollout/equal_reward_fraction`` (groups generated without a signal) and
-        ``rollout/rounds``.
+        ``rollout/truncated_fraction``, ``rollout/equal_reward_fraction`` (groups generated without a signal),
+        ``rollout/rounds`` and, where a completion was continued under newer weights, ``rollout/token_lag``: versions
+        between a token and the newest of the batch.
     """
     batch = rollouts.batch
     mean = lambda x: Ratio(x.double().nansum(), (~x.isnan()).sum().double())  # noqa: E731 - unscored rows do not count
@@ -24,6 +25,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
         "rollout/length": mean(batch.lengths.float()),
         "rollout/truncated_fraction": mean(batch.truncated.float()),
     }
+    if batch.token_versions is not None and any(c.token_versions is not None for g in rollouts.groups for c in g):
+        versions = batch.token_versions[batch.completion_mask]
+        metrics["rollout/token_lag"] = mean((versions.max() - versions).float())
     for k, name in enumerate(batch.term_names):
         metrics[f"rollout/reward_{name}"] = mean(batch.reward_terms[:, k])
     judged = [(successes, trials) for _, successes, trials in rollouts.outcomes if trials]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,45 +13,84 @@ from lqrl.quant.stream import StableTensors
 
 _CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOOK_BYTES = 2**26  # of tensors that wait to be looked at for NaN together
 
 
-@torch.no_grad()
 def receive(
-    weights: NamedTensors, expected: Mapping[str, Tensor], aliases: Mapping[str, str], *, keep: bool
+    weights: NamedTensors,
+    expected: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    *,
+    keep: bool,
+    frozen: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """All of ``weights``, checked by name, shape, dtype and element, in the order they came.
 
-    The tensors of `StableTensors` are held as they are, others as copies.
+    Args:
+        weights, expected, aliases, keep, frozen: see `checked`.
+
+    Raises:
+        RefreshError: see `checked`.
+    """
+    return dict(checked(weights, expected, aliases, keep=keep, frozen=frozen))
+
+
+@torch.no_grad()
+def checked(
+    weights: NamedTensors,
+    expected: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    *,
+    keep: bool,
+    frozen: Collection[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass ``weights`` on one by one, checked by name, shape, dtype and element; the end is the check of them all.
+
+    The tensors of `StableTensors` are passed on as they are, others as copies.
 
     Args:
         weights: the stream.
         expected: what must come; only shapes and dtypes are read.
         aliases: names that are another one's.
         keep: copy `StableTensors` too, for a receiver that keeps them.
+        frozen: names that are held already and must not come.
 
     Raises:
-        RefreshError: on a missing, unknown, doubled, misshapen, mistyped or non-finite tensor, or when the stream
-            raises.
+        RefreshError: on an unknown, doubled, misshapen or mistyped tensor before it is passed on; at the end on a
+            missing or non-finite one; or when the stream raises.
     """
     copies = keep or not isinstance(weights, StableTensors)
-    received: dict[str, Tensor] = {}
-    checks = FiniteChecks()
+    received: dict[str, int] = {}
+    checks, waiting = FiniteChecks(), 0
+    stream = iter(weights)
+    while True:
+        try:
+            name, tensor = next(stream)
+            _check(name, tensor, expected, aliases, received, frozen)
+            tensor = tensor.detach().clone() if copies else tensor.detach()
+            checks.note(name, name, tensor)
+            waiting += tensor.nbytes
+            if waiting > _LOOK_BYTES:  # small tensors are held until then
+                checks.refuse()
+                checks, waiting = FiniteChecks(), 0
+        except StopIteration:
+            break
+        except RefreshError:
+            raise
+        except Exception as error:
+            raise RefreshError(f"the stream of weights failed after {len(received)} tensors: {error}") from error
+        received[name] = tensor.numel()
+        yield name, tensor
+        del tensor
     try:
-        for name, tensor in weights:
-            _check(name, tensor, expected, aliases, received)
-            received[name] = tensor.detach().clone() if copies else tensor.detach()
-            checks.note(name, name, received[name])
         checks.refuse()
-    except RefreshError:
-        raise
     except Exception as error:
         raise RefreshError(f"the stream of weights failed after {len(received)} tensors: {error}") from error
     missing = sorted(expected.keys() - received.keys())
     if missing:
-        elements, total = (sum(t.numel() for t in held.values()) for held in (received, expected))
+        elements, total = sum(received.values()), sum(t.numel() for t in expected.values())
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RefreshError(f"{elements} of {total} elements came; missing: {shown}")
-    return received
 
 
 def _check(
@@ -59,10 +98,13 @@ def _check(
     tensor: Tensor,
     expected: Mapping[str, Tensor],
     aliases: Mapping[str, str],
-    received: Mapping[str, Tensor],
+    received: Collection[str],
+    frozen: Collection[str],
 ) -> None:
     if name in aliases:
         raise RefreshError(f"{name} is tied to {aliases[name]}; send it once, under that name")
+    if name in frozen:
+        raise RefreshError(f"{name} came although it is declared frozen; send it or declare it, not both")
     if name not in expected:
         raise RefreshError(f"the engine has no tensor named {name}; export with the scheme the engine was built for")
     if name in received:
@@ -74,20 +116,60 @@ def _check(
         raise RefreshError(f"{name} is {tensor.dtype}, the engine's is {wanted.dtype}; export in the engine's dtype")
 
 
+class Passing(Mapping[str, Tensor]):
+    """A stream in the place of the mapping of all its tensors, for a receiver that goes through its items once.
+
+    Attributes:
+        elements: of each that has passed.
+
+    Args:
+        stream: names and tensors.
+        kept: names that can be asked for after they have passed.
+    """
+
+    def __init__(self, stream: Iterable[tuple[str, Tensor]], kept: Collection[str]) -> None:
+        self.elements: dict[str, int] = {}
+        self._stream, self._kept = stream, dict.fromkeys(kept, torch.empty(0))
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        """The stream; nothing of it is held here, but for what is kept."""
+        for name, tensor in self._stream:
+            self.elements[name] = tensor.numel()
+            if name in self._kept:
+                self._kept[name] = tensor
+            yield name, tensor
+            del tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
 @torch.no_grad()
-def changed_fractions(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, float]:
+def changed_fractions(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], frozen: Iterable[Tensor] = ()
+) -> tuple[float, float]:
     """Share of unquantized elements, and of low-bit codes, whose bits differ; without elements 0.
 
     Args:
-        before: an earlier set of the same names; empty when there was none, and everything is new.
+        before: an earlier set; where it lacks some of the names, everything is new.
         after: the set that has come.
+        frozen: what was held already, and counts as unchanged; only shapes and dtypes are read.
     """
-    changed = _changed(before, after) if before else [tensor.numel() for tensor in after.values()]
+    known = after.keys() <= before.keys()
+    changed = _changed(before, after) if known else [tensor.numel() for tensor in after.values()]
     counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
     for tensor, differ in zip(after.values(), changed, strict=True):
         count = counts[tensor.dtype in _CODES]
         count[0] += differ
         count[1] += tensor.numel()
+    for tensor in frozen:
+        counts[tensor.dtype in _CODES][1] += tensor.numel()
     elements, codes = (differ / max(total, 1) for differ, total in (counts[False], counts[True]))
     return elements, codes
 

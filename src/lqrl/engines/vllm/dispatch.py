@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from typing import Any, Protocol
 
 from lqrl.engines.vllm.peer import PeerLost
+
+_LOOK_S = 0.1  # between two looks at what has been answered
 
 
 class Server(Protocol):
@@ -22,6 +24,10 @@ class Server(Protocol):
 
     def interrupt(self) -> None:
         """Make all requests that are under way fail."""
+        ...
+
+    def cut(self) -> None:
+        """Make all requests that are under way end with what they have; does nothing where it fails."""
         ...
 
 
@@ -43,14 +49,16 @@ class Shares:
     """What came of a list of requests.
 
     Attributes:
-        answers: by request; those of a list whose servers were all lost are not complete.
+        answers: by request; not complete when all servers were lost, or it was cut.
         sources: which server answered, by request.
         lost: by server.
+        cut: whether it was told to end before all was answered.
     """
 
     answers: dict[int, Any] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
     lost: dict[int, Loss] = field(default_factory=dict)
+    cut: bool = False
 
 
 class _Work:
@@ -60,14 +68,15 @@ class _Work:
         self.shares = Shares()
         self.over = Event()  # all answered, or nothing more is to be asked
         self.failure: BaseException | None = None
-        self._waiting, self._all = deque(requests), len(requests)
+        self._waiting, self._all, self._taken = deque(requests), len(requests), 0
         self._changed = Condition()
 
     def take(self, server: int) -> int | None:
         """A request for ``server``; waits while the others have all that is left, since they may give it back."""
         with self._changed:
             while not self.over.is_set() and server not in self.shares.lost:
-                if self._waiting:
+                if self._waiting and not self.shares.cut:
+                    self._taken += 1
                     return self._waiting.popleft()
                 self._changed.wait()
             return None
@@ -77,15 +86,32 @@ class _Work:
             if self.over.is_set():
                 return
             self.shares.answers[request], self.shares.sources[request] = answer, server
-            if len(self.shares.answers) == self._all:
-                self.stop()
+            self._returned()
 
     def give_back(self, server: int, request: int, reason: str) -> None:
         with self._changed:
             if not self.over.is_set():
                 self._waiting.appendleft(request)
                 self.shares.lost.setdefault(server, Loss(reason)).requests += 1
+                self._returned()
                 self._changed.notify_all()
+
+    def _returned(self) -> None:
+        self._taken -= 1
+        if len(self.shares.answers) == self._all or (self.shares.cut and not self._taken):
+            self.stop()
+
+    def answered(self) -> dict[int, Any]:
+        """The answers so far."""
+        with self._changed:
+            return dict(self.shares.answers)
+
+    def cut(self) -> None:
+        """Give out no more requests; those that somebody has are still waited for."""
+        with self._changed:
+            self.shares.cut = True
+            if not self._taken:
+                self.stop()
 
     def stop(self, failure: BaseException | None = None) -> None:
         with self._changed:
@@ -94,7 +120,12 @@ class _Work:
             self._changed.notify_all()
 
 
-def share(requests: Sequence[int], servers: Sequence[Server], ask: Callable[[int, int, Event], Any]) -> Shares:
+def share(
+    requests: Sequence[int],
+    servers: Sequence[Server],
+    ask: Callable[[int, int, Event], Any],
+    due: Callable[[Mapping[int, Any]], bool] | None = None,
+) -> Shares:
     """Have every request answered once, by whichever server is free.
 
     Args:
@@ -102,9 +133,10 @@ def share(requests: Sequence[int], servers: Sequence[Server], ask: Callable[[int
         servers: at least one.
         ask: ``ask(server, request, over)`` gives the answer, or raises `PeerLost` when that server is lost; another
             error ends everything and is raised here. ``over`` is set when no answer is wanted any more.
+        due: whether the answers so far are enough. What is under way is cut then, and what waits is not asked.
 
     Returns:
-        The answers. They are complete unless all servers were lost.
+        The answers. They are complete unless all servers were lost, or they were enough before.
     """
     work = _Work(requests)
     if not requests:
@@ -124,7 +156,10 @@ def share(requests: Sequence[int], servers: Sequence[Server], ask: Callable[[int
         try:
             for future in [pool.submit(serve, server) for server in threads]:
                 while not work.over.is_set() and not future.done():
-                    work.over.wait(0.1)
+                    work.over.wait(_LOOK_S)
+                    if due is not None and not work.over.is_set() and (work.shares.cut or due(work.answered())):
+                        work.cut()
+                        _cut_all(servers, work)
         finally:
             # also on an interrupt, or the threads would be waited for until their servers answer
             work.stop()
@@ -133,3 +168,11 @@ def share(requests: Sequence[int], servers: Sequence[Server], ask: Callable[[int
     if work.failure is not None:
         raise work.failure
     return work.shares
+
+
+def _cut_all(servers: Sequence[Server], work: _Work) -> None:
+    """Once more every time: a request may reach its server when that has been told."""
+    left = [server for i, server in enumerate(servers) if i not in work.shares.lost]
+    with ThreadPoolExecutor(max(1, len(left)), "lqrl-cut") as pool:
+        for each in [pool.submit(server.cut) for server in left]:
+            each.result()

@@ -1,4 +1,4 @@
-"""`VLLMEngine`: rollouts by a vLLM in this process, on one GPU or the CPU."""
+"""`VLLMEngine`: rollouts by a vLLM in this process, or in those of all ranks together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import struct
 import tempfile
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha1
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +15,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
+from lqrl.engines.base import Digests, EngineFactory, EngineSpec, NamedTensors, RefreshError
 from lqrl.engines.vllm import process, reload
+from lqrl.engines.vllm.adapters import ServedAdapters, held_factor_digests
 from lqrl.engines.vllm.arguments import engine_arguments
+from lqrl.engines.vllm.connectors import check_connectors
+from lqrl.engines.vllm.frozen import FrozenBase
 from lqrl.engines.vllm.guard import PROBE_LOGPROBS, GuardedEngine
+from lqrl.engines.vllm.online import check_online
 from lqrl.engines.vllm.patches import install_patches
+from lqrl.engines.vllm.ranks import Meet, RankFailed, Ranks
 from lqrl.engines.vllm.requests import Generated, Sample, sampling_fields
 from lqrl.engines.vllm.served import ServedModel, check_spec
 from lqrl.engines.vllm.truncation import SAMPLE, TOP_K, TOP_P, MassRecord, truncating_processor
 from lqrl.engines.vllm.versions import device_type, import_vllm
-from lqrl.types import Completion, Prompt, SamplingParams
+from lqrl.quant.scheme import QuantScheme
+from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,16 @@ class VLLMEngineFactory(EngineFactory):
         sleep_level: what `VLLMEngine.sleep` gives up: 0 nothing, 1 the cache, with the weights moved to main memory,
             2 both, so that a refresh must follow `wake`.
         count_changes: report which shares of elements and codes changed since the last refresh. Costs a second copy of
-            all that is sent, on its device; without it both are NaN.
+            all that is sent, on its device, but of a frozen base none; without it both are NaN.
+        stream_refresh: load each tensor as it comes, so that one layer of what is sent is in memory at once. Otherwise
+            nothing is loaded before all is there and checked; either way the engine refuses after a faulty stream.
         record_log_mass: allow ``top_p`` and ``top_k``, with an exact ``log_mass``. Costs a sort of the vocabulary a
             token, and vLLM's first model runner is used.
         fp32_head: compute the logits in fp32, as the learner does.
+        online: be sent unquantized weights and quantize them in vLLM, for the schemes of
+            `lqrl.engines.vllm.online.ONLINE`.
+        tensor_parallel_size: the number of ranks of the run, which hold one engine together: each has its part of every
+            matrix, gets the whole weights, and works on the prompts of all. 1 is an engine of one rank.
         engine_args: further arguments of ``vllm.LLM``, by their names there.
         allow_untested_version: take a vLLM outside of the tested range.
 
@@ -56,13 +68,16 @@ class VLLMEngineFactory(EngineFactory):
     kv_cache_bytes: int | None = None
     sleep_level: Literal[0, 1, 2] = 0
     count_changes: bool = True
+    stream_refresh: bool = False
     record_log_mass: bool = False
     fp32_head: bool = False
+    online: bool = False
+    tensor_parallel_size: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
     allow_untested_version: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "kv_cache_bytes"):
+        for name in ("max_num_seqs", "kv_cache_bytes", "tensor_parallel_size"):
             value = self.__dict__[name]
             if value is not None and value < 1:
                 raise ValueError(f"VLLMEngineFactory.{name} must be at least 1, got {value}")
@@ -70,6 +85,10 @@ class VLLMEngineFactory(EngineFactory):
             raise ValueError(
                 f"VLLMEngineFactory.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.stream_refresh and self.count_changes:
+            raise ValueError("VLLMEngineFactory.stream_refresh keeps nothing to compare with; set count_changes: false")
+        if self.online and self.tensor_parallel_size > 1:
+            raise ValueError("VLLMEngineFactory.online: not with tensor_parallel_size; ranks get the learner's codes")
 
     def __call__(self, spec: EngineSpec) -> VLLMEngine:
         """Build an engine; it refuses to generate until its first refresh."""
@@ -81,7 +100,7 @@ class VLLMEngine(GuardedEngine):
 
     Differs from `lqrl.engines.TorchEngine`: a sample's random numbers come from vLLM's generator under a seed of the
     same (seed, prompt id, sample index), so the two engines draw other samples; a refresh holds all that it is sent
-    until it is complete; adapters are merged (``Lora(refresh="merge")``).
+    until it is complete, unless ``stream_refresh`` is set.
 
     Args:
         spec: what to build.
@@ -91,22 +110,35 @@ class VLLMEngine(GuardedEngine):
         ImportError: without vLLM.
         RuntimeError: for a vLLM that is not tested, or that cannot be built so.
         ValueError: when vLLM has no such format, or an option is unknown or decided elsewhere.
-        NotImplementedError: for exact mode, adapters beside the weights, a second GPU or several ranks.
+        NotImplementedError: for exact mode, a second GPU or several ranks.
     """
 
     def __init__(self, spec: EngineSpec, options: VLLMEngineFactory) -> None:
-        check_spec(spec)
+        if options.online:
+            check_online(spec)
+            self.takes = QuantScheme.preset("none")
+        base = replace(spec, lora=None, scheme=self.takes or spec.scheme)
+        check_spec(base)
         vllm = import_vllm(allow_untested=options.allow_untested_version)
         platform = device_type()
-        process.check_process(spec, platform)
+        process.check_process(spec, platform, options.tensor_parallel_size)
         # On a CPU kernels keep a copy of every matrix, the head's too.
-        served = ServedModel(spec, unties=platform == "cpu", fp32_head=options.fp32_head)
-        super().__init__(spec, served, count_changes=options.count_changes)
+        served = ServedModel(base, unties=platform == "cpu", fp32_head=options.fp32_head)
+        super().__init__(spec, served, count_changes=options.count_changes, streams=options.stream_refresh)
         self.options = options
+        self._adapters = None if spec.lora is None else ServedAdapters(spec, spec.lora)
+        if self._adapters is not None and options.tensor_parallel_size > 1:
+            raise ValueError("VLLMEngineFactory.tensor_parallel_size: not with adapters; set lora.refresh: merge")
+        if self._adapters is not None and options.stream_refresh:
+            raise ValueError("VLLMEngineFactory.stream_refresh is not for adapters, which are all that is sent again")
+        self._base: FrozenBase | None = None
         self.patches = install_patches(vllm.__version__, platform)
         self._broken: str | None = None
         self._asleep = False
         self._masses = MassRecord()
+        self._ranks = Ranks(options.tensor_parallel_size)
+        self._meet: Meet = lambda value: [value]
+        self.collective = self._ranks.size > 1
         self._vllm = vllm
         self._llm = self._launch()
         self._finalizer = weakref.finalize(self, process.retire, self._llm)
@@ -116,9 +148,15 @@ class VLLMEngine(GuardedEngine):
         """Build the ``vllm.LLM`` on unset weights."""
         from vllm.engine.arg_utils import EngineArgs
 
-        known, variables = frozenset(f.name for f in fields(EngineArgs)), {}
+        check_connectors(self.options.engine_args.get("kv_transfer_config"))
+        known = frozenset(f.name for f in fields(EngineArgs))
+        variables = process.rank_variables(self._ranks.size, self.spec.device)
         with tempfile.TemporaryDirectory(prefix="lqrl-vllm-") as directory:
             arguments = engine_arguments(self.spec, self.options, Path(directory), known)
+            if self.options.online:
+                arguments["quantization"] = self.spec.scheme.name
+            if self._adapters is not None:
+                arguments |= self._adapters.arguments
             if self.options.record_log_mass:
                 variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another kind of logits processor
                 arguments = {"async_scheduling": False} | arguments
@@ -143,9 +181,14 @@ class VLLMEngine(GuardedEngine):
         Raises:
             StaleEngineError: without good weights.
             ValueError: see `lqrl.engines.vllm.requests.check_prompts`; or for truncation without ``record_log_mass``.
-            RuntimeError: while asleep, after `close`, or when vLLM fails.
+            RuntimeError: while asleep, after `close`, when vLLM fails, or another rank does.
         """
-        return super().generate(prompts, params, seed=seed)
+        with self._ranks.meeting() as self._meet:
+            if prompts or not self.collective:
+                return super().generate(prompts, params, seed=seed)
+            self._check_ready()
+            self._draw([], params)  # with the other ranks
+            return []
 
     def _check_truncation(self, params: SamplingParams) -> None:
         if params.truncates and not self.options.record_log_mass:
@@ -167,37 +210,47 @@ class VLLMEngine(GuardedEngine):
         Raises:
             StaleEngineError, RuntimeError: as `generate`.
         """
-        self._check_ready()
-        if not sequences:
-            return []
-        asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
-        outputs = self._run([list(tokens) for tokens in sequences], [asked] * len(sequences))
+        with self._ranks.meeting() as meet:
+            self._check_ready()
+            everyone = meet([list(tokens) for tokens in sequences])
+            tokens = [each for theirs in everyone for each in theirs]
+            asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
+            outputs = self._ranks.own(self._run(tokens, [asked] * len(tokens)), [len(theirs) for theirs in everyone])
         return [torch.tensor([0.0, *output.prompt_logprobs.logprobs]) for output in outputs]
 
     def _draw(self, drawn: Sequence[Sample], params: SamplingParams) -> list[Generated]:
-        shared, truncates = sampling_fields(params, self.spec.eos_token_ids), params.truncates
-        settings = {TOP_K: params.top_k, TOP_P: params.top_p}
-        requests = [
-            shared | {"seed": sample.seed} | ({"extra_args": {SAMPLE: i, **settings}} if truncates else {})
-            for i, sample in enumerate(drawn)
-        ]
+        everyone: list[tuple[Sequence[Sample], SamplingParams]] = self._meet((drawn, params))
+        prompts: list[list[int]] = []
+        requests: list[dict[str, Any]] = []
+        for theirs, asked in everyone:
+            shared, settings = sampling_fields(asked, self.spec.eos_token_ids), {TOP_K: asked.top_k, TOP_P: asked.top_p}
+            for sample in theirs:
+                extra = {"extra_args": {SAMPLE: len(prompts), **settings}} if asked.truncates else {}
+                requests.append(shared | {"seed": sample.seed} | extra)
+                prompts.append(list(sample.prompt.input_ids))
         self._masses.clear()
-        outputs = [o.outputs[0] for o in self._run([list(s.prompt.input_ids) for s in drawn], requests)]
-        masses = self._masses.of_samples([len(o.token_ids) for o in outputs]) if truncates else [None] * len(outputs)
+        outputs = [o.outputs[0] for o in self._run(prompts, requests)]
+        masses = (
+            self._masses.of_samples([len(o.token_ids) for o in outputs]) if params.truncates else [None] * len(outputs)
+        )
         self._masses.clear()
-        return [
+        drawn_by_all = [
             Generated(output.token_ids, output.logprobs.logprobs, mass, output.finish_reason)
             for output, mass in zip(outputs, masses, strict=True)
         ]
+        return self._ranks.own(drawn_by_all, [len(theirs) for theirs, _ in everyone])
 
     def _run(self, prompts: list[list[int]], requests: list[dict[str, Any]]) -> list[Any]:
         """The outputs, in order; nothing of a call that fails or is interrupted stays in vLLM's queue."""
+        if not prompts:
+            return []
         params = [self._vllm.SamplingParams(detokenize=False, flat_logprobs=True, **each) for each in requests]
         tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
         engine = self._llm.llm_engine
+        adapter = None if self._adapters is None else self._adapters.request()
         try:
             with process.random_state(self.spec.device), torch.autocast(self.spec.device.type, enabled=False):
-                outputs = self._llm.generate(tokens, params, use_tqdm=False)
+                outputs = self._llm.generate(tokens, params, use_tqdm=False, lora_request=adapter)
         except BaseException:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
@@ -214,31 +267,75 @@ class VLLMEngine(GuardedEngine):
 
     # ---------------------------------------------------------------- refresh
 
+    def _refresh(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
+        with self._ranks.meeting() as self._meet:
+            return super()._refresh(weights, policy_version, frozen)
+
     def _check_refreshable(self) -> None:
         if self._broken is not None or not self._finalizer.alive:
             raise RefreshError(self._broken or "the engine is closed; build a new one")
         if self._asleep:
             raise RefreshError("the engine is asleep; call wake() before update_weights()")
 
-    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
+    @property
+    def _sendable(self) -> Mapping[str, Tensor]:
+        return self.served.tensors | ({} if self._adapters is None else self._adapters.tensors)
+
+    def _check_frozen(self, frozen: Digests) -> None:
+        if self._adapters is None or not frozen:
+            super()._check_frozen(frozen)
+        elif self._base is None:
+            raise RefreshError("the engine does not hold what is declared frozen; send a complete set of weights")
+        else:
+            self._base.check_declared(frozen)
+
+    def _remembered(self, received: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._adapters is None:
+            return received
+        return {name: t for name, t in received.items() if name in self._adapters.tensors or t.dim() < 2}
+
+    def _load(self, received: Any, policy_version: int) -> str:
         (before,) = self._llm.collective_rpc(reload.addresses)
-        self._reload(received)
+        held = self._load_all(received) if self._adapters is None else self._load_adapted(self._adapters, received)
         (after,) = self._llm.collective_rpc(reload.addresses)
         moved = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         if moved:
             raise RefreshError(f"storage moved during the refresh: {', '.join(moved[:5])}")
-        if not self._llm.reset_prefix_cache():
-            raise RefreshError("vLLM kept prefixes of the old weights: a request was still running")
-        return self._digest()
+        connected = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
+        if not self._llm.reset_prefix_cache(**({"reset_connector": True} if connected else {})):
+            raise RefreshError("vLLM kept prefixes of the old weights: a request is running, or reads a connector")
+        return self._digest(held)
 
-    def _reload(self, received: dict[str, Tensor]) -> None:
-        """Hand a complete set to vLLM; what it does not finish is ended, or the engine is given up."""
-        stream = self.served.checkpoint_stream(received)
+    def _load_all(self, received: Mapping[str, Tensor]) -> dict[str, str]:
+        """Hand over everything but adapters; digests of what vLLM holds then."""
+        missed = self._reload(reload.reload_weights, self.served.checkpoint_stream(received))
+        reload.check_loaded(missed, self.served.may_miss)
+        return self._llm.collective_rpc(reload.held_digests)[0]
+
+    def _load_adapted(self, adapters: ServedAdapters, received: Mapping[str, Tensor]) -> dict[str, str]:
+        """Hand over the base, or of one that is held what may change, and the adapters; digests of what vLLM holds."""
+        sent = {name: tensor for name, tensor in received.items() if name not in adapters.tensors}
+        base, self._base = self._base, None  # until all is done
+        if self.served.tensors.keys() <= sent.keys():
+            held = self._load_all(sent)
+            base = FrozenBase.of(sent, held)
+        else:
+            assert base is not None  # `_check_frozen`
+            loose = base.loose(sent)
+            loaded = self._reload(reload.reload_some, iter(loose.items())) if loose else []
+            reload.check_some_loaded(loose, loaded)
+            held = self._llm.collective_rpc(reload.held_digests)[0]
+            base.check_held(held, loaded)
+        adapters.put(self._llm, received)
+        self._base = base
+        return held | self._llm.collective_rpc(held_factor_digests)[0]
+
+    def _reload(self, load: Callable[..., list[str]], stream: Iterator[tuple[str, Tensor]]) -> list[str]:
+        """Have ``load`` of `lqrl.engines.vllm.reload` run; what it does not finish is ended, or the engine given up."""
         # Lightning validates in inference mode; tensors made there could not be written again outside it.
         try:
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.spec.device.type, enabled=False):
-                (missed,) = self._llm.collective_rpc(reload.reload_weights, args=(stream,))
-                reload.check_loaded(missed, self.served.may_miss)
+                return self._llm.collective_rpc(load, args=(stream,))[0]
         except BaseException as error:
             self._abandon(error)
             if isinstance(error, RefreshError) or not isinstance(error, Exception):
@@ -252,12 +349,16 @@ class VLLMEngine(GuardedEngine):
         except Exception as error:
             self._broken = f"vLLM failed in a refresh ({cause}) and could not end it ({error}); build a new engine"
 
-    def _digest(self) -> str:
-        """Of all parameters and buffers, and of what the model says of some tokens.
+    def _digest(self, held: Mapping[str, str]) -> str:
+        """Of all tensors, whose own are ``held``, and of what the model says of some tokens.
 
-        The latter sees weights that kernels keep to themselves, and is refused when it is not finite.
+        The latter sees weights that kernels keep to themselves, and is refused when it is not finite. With several
+        ranks it is the digest of what all hold.
         """
-        held = self._llm.collective_rpc(reload.model_digest)[0]
+        try:
+            everyone = self._meet(held)
+        except RankFailed as error:
+            raise RefreshError(str(error)) from error
         asked = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": PROBE_LOGPROBS}
         try:
             (output,) = self._run([self._probe], [asked])
@@ -266,7 +367,8 @@ class VLLMEngine(GuardedEngine):
         said = output.outputs[0].logprobs.logprobs
         if not all(math.isfinite(value) for value in said):
             raise RefreshError("the refreshed model gives NaN or inf log-probs; fix the policy and refresh again")
-        return sha1(held.encode() + struct.pack(f"{len(said)}d", *said), usedforsecurity=False).hexdigest()
+        text = "\n".join(f"{name} {value}" for theirs in everyone for name, value in sorted(theirs.items()))
+        return sha1(text.encode() + struct.pack(f"{len(said)}d", *said), usedforsecurity=False).hexdigest()
 
     # ---------------------------------------------------------------- memory
 
@@ -285,10 +387,14 @@ class VLLMEngine(GuardedEngine):
             self._sent = {name: tensor.cpu() for name, tensor in self._sent.items()}
         if self.options.sleep_level == 2:
             self.policy_version = -1
-            self._refusal = "it gave up its weights in sleep; send a complete set"
+            self._refusal, self._base = "it gave up its weights in sleep; send a complete set", None
         self._asleep = True
 
     def close(self) -> None:
-        """Shut vLLM down; with several engines in the process their memory is free when the last one is closed."""
+        """Shut vLLM down; with several engines in the process their memory is free when the last one is closed.
+
+        One that several ranks hold together keeps its memory until the process ends.
+        """
         self._finalizer()
-        self._refusal, self.policy_version, self._sent = "it is closed; build a new one", -1, {}
+        self._refusal, self.policy_version = "it is closed; build a new one", -1
+        self._sent, self._base = {}, None

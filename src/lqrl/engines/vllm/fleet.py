@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.vllm.dispatch import share
+from lqrl.engines.vllm.parts import ReadersEnded, announce_parts, send_parts
 from lqrl.engines.vllm.peer import PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
 from lqrl.engines.vllm.transfer import write_weights
@@ -27,6 +29,10 @@ T = TypeVar("T")
 
 class ReplicasLostError(RuntimeError):
     """No replica is left that could generate."""
+
+
+class ReplicasGoneError(RefreshError):
+    """Replicas were lost in a refresh, in which nothing else failed, and others are left."""
 
 
 class Fleet:
@@ -112,11 +118,19 @@ class Fleet:
 
     # ---------------------------------------------------------------- generation
 
-    def answers(self, bodies: Sequence[Mapping[str, Any]], version: str) -> list[Any]:
-        """What the replicas say to each of ``bodies``, by weights of ``version`` and no other.
+    def answers(
+        self, bodies: Sequence[Mapping[str, Any]], version: str, due: Callable[[Mapping[int, Any]], bool] | None = None
+    ) -> dict[int, Any]:
+        """What the replicas say to each of ``bodies``, by its place, by weights of ``version`` and no other.
 
         A replica of another version is lost, and so is one that has another version when it has answered, or none
         because it does not answer any more: what it said is not used.
+
+        Args:
+            bodies: of the requests.
+            version: see `stamp`.
+            due: whether the answers so far are enough. What is under way is cut off then, and answered with what there
+                is; what was not begun has no answer.
 
         Raises:
             ReplicasLostError: when none is left.
@@ -137,14 +151,16 @@ class Fleet:
                 except PeerRefusal as error:
                     raise RuntimeError(f"{serving[server].url}: {error}") from error
 
-            shares = share(missing, serving, ask)
+            shares = share(missing, serving, ask, due if due is None else partial(_with, due, dict(found)))
             sources = {i: serving[server] for i, server in shares.sources.items()}
             for server, loss in shares.lost.items():
                 answered = sum(source is serving[server] for source in sources.values())
                 self._lose(serving[server], loss.reason, loss.requests + answered)
             self._drop_other_versions(version, sources)
             found |= {i: answer for i, answer in shares.answers.items() if sources[i] not in self.lost}
-        return [found[i] for i in range(len(bodies))]
+            if shares.cut:
+                break
+        return found
 
     def _drop_other_versions(self, version: str, sources: Mapping[int, Replica]) -> None:
         for replica in self.serving:
@@ -159,24 +175,34 @@ class Fleet:
 
     # ---------------------------------------------------------------- refresh
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], probe: Sequence[int], shared: str | None) -> Loaded:
+    def load(
+        self, weights: Iterable[tuple[str, Tensor]], probe: Sequence[int], shared: str | None, streams: bool
+    ) -> Loaded:
         """Have all replicas that serve load ``weights``.
 
         Args:
             weights: a complete set, by the names of a checkpoint.
             probe: tokens to compute something with.
             shared: directory for the files on their way; ``None`` is this machine's for temporary files.
+            streams: load each layer as it comes; otherwise nothing is loaded before all files are there.
 
         Returns:
             What each of them holds.
 
         Raises:
+            ReplicasGoneError: when some are lost, and the others may try again.
             RefreshError: when one fails, or they hold different weights; none has a version then.
         """
         try:
-            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=shared) as directory:
-                write_weights(weights, Path(directory))
-                loaded = self._all("refresh", lambda replica: replica.load(Path(directory), probe))
+            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=shared) as name:
+                directory, send = Path(name), None
+                if streams:
+                    readers = sum(replica.workers for replica in self.serving)
+                    announce_parts(directory, max((r.peer.patience.timeout_s for r in self.serving), default=0))
+                    send = partial(send_parts, weights, directory, readers=readers)
+                else:
+                    write_weights(weights, directory)
+                loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
         except OSError as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
@@ -188,12 +214,12 @@ class Fleet:
         """Say to all replicas that serve which weights they have.
 
         Raises:
-            RefreshError: when one does not take it.
+            ReplicasGoneError, RefreshError: when one does not take it; see `load`.
         """
         self._all("version", lambda replica: replica.stamp(version))
 
-    def _all(self, what: str, do: Callable[[Replica], T]) -> list[T]:
-        """Do something with all replicas that serve, at the same time."""
+    def _all(self, what: str, do: Callable[[Replica], T], send: Callable[..., None] | None = None) -> list[T]:
+        """Do something with all replicas that serve, at the same time, and beside it ``send``."""
         serving = self.serving
         if not serving:
             raise RefreshError(f"no replica answers: {self.why()}")
@@ -204,13 +230,30 @@ class Fleet:
             except RuntimeError as error:
                 return error
 
+        stopped: BaseException | None = None
         with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool:
-            outcomes = list(pool.map(attempt, serving))
+            futures = [pool.submit(attempt, replica) for replica in serving]
+            try:
+                if send is not None:
+                    send(ended=lambda: any(future.done() for future in futures))
+            except ReadersEnded:
+                pass  # the reader's own words are in its outcome
+            except BaseException as error:
+                stopped = error
+            outcomes = [future.result() for future in futures]
         failures = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, Exception)}
         for replica, failure in failures.items():
             if isinstance(failure, PeerLost) or replica.broken:
                 self.lost[replica] = str(failure)
+        if stopped is not None:
+            raise stopped
         if failures:
             reasons = "; ".join(f"{replica.url}: {failure}" for replica, failure in failures.items())
-            raise RefreshError(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
+            gone = self.serving and all(isinstance(failure, PeerLost) for failure in failures.values())
+            raised = ReplicasGoneError if gone else RefreshError
+            raise raised(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
         return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+
+
+def _with(due: Callable[[Mapping[int, Any]], bool], earlier: dict[int, Any], new: Mapping[int, Any]) -> bool:
+    return due(earlier | dict(new))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from lqrl.engines.base import Digests, EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
 from lqrl.engines.torch import EngineStats
-from lqrl.engines.vllm.coverage import changed_fractions, receive
+from lqrl.engines.vllm.coverage import Passing, changed_fractions, checked, receive
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, completion, grouped, samples
 from lqrl.engines.vllm.served import ServedModel
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
@@ -28,13 +29,14 @@ class GuardedEngine(RolloutEngine):
         spec: what it was built for.
         served: the policy as vLLM holds it.
         count_changes: keep a copy of what is sent, to count what the next refresh changes.
+        streams: load what is sent as it comes, not when all is there.
     """
 
-    def __init__(self, spec: EngineSpec, served: ServedModel, *, count_changes: bool) -> None:
+    def __init__(self, spec: EngineSpec, served: ServedModel, *, count_changes: bool, streams: bool = False) -> None:
         self.spec, self.served = spec, served
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
-        self._counts_changes = count_changes
+        self._counts_changes, self._streams = count_changes, streams
         self._sent: dict[str, Tensor] = {}
         self._stats = EngineStats()
 
@@ -100,7 +102,7 @@ class GuardedEngine(RolloutEngine):
 
         Raises:
             RefreshError: see there; the engine refuses to generate until a refresh succeeds. Also for ``frozen``
-                tensors: vLLM loads whole layers.
+                tensors that cannot stay while others are loaded: vLLM loads whole layers.
         """
         started = time.perf_counter()
         self.policy_version = -1
@@ -118,27 +120,51 @@ class GuardedEngine(RolloutEngine):
         self._check_refreshable()
         if policy_version < 0:
             raise RefreshError(f"policy_version must be >= 0, got {policy_version}")
-        if frozen:
-            raise RefreshError("vLLM loads whole layers: send every tensor, and declare none frozen")
-        counts = self._counts_changes
-        received = receive(weights, self.served.tensors, self.served.aliases, keep=counts)
-        digest = self._load(received, policy_version)
-        elements, codes = changed_fractions(self._sent, received) if counts else (math.nan, math.nan)
-        self._sent = received if counts else {}
+        declared = frozen or {}
+        self._check_frozen(declared)
+        expected = {name: tensor for name, tensor in self._sendable.items() if name not in declared}
+        aliases, counts = self.served.aliases, self._counts_changes
+        if self._streams:
+            passing = Passing(checked(weights, expected, aliases, keep=False, frozen=declared), set(aliases.values()))
+            digest, sent, elements, codes = self._load(passing, policy_version), passing.elements, math.nan, math.nan
+        else:
+            received = receive(weights, expected, aliases, keep=counts, frozen=declared)
+            digest, sent = self._load(received, policy_version), {name: t.numel() for name, t in received.items()}
+            unsent = [self._sendable[name] for name in declared]
+            elements, codes = changed_fractions(self._sent, received, unsent) if counts else (math.nan, math.nan)
+            self._sent = self._remembered(received) if counts else {}
         return RefreshReport(
             policy_version=policy_version,
-            tensors=len(received),
-            elements=sum(t.numel() for t in received.values()),
+            tensors=len(sent),
+            elements=sum(sent.values()),
             elements_changed_fraction=elements,
             codes_changed_fraction=codes,
             seconds=0.0,
             digest=digest,
+            frozen_elements=sum(self._sendable[name].numel() for name in declared),
         )
+
+    @property
+    def _sendable(self) -> Mapping[str, Tensor]:
+        """All that a refresh may send; on the meta device."""
+        return self.served.tensors
+
+    def _check_frozen(self, frozen: Digests) -> None:
+        """Refuse a declaration of what need not be sent."""
+        if frozen:
+            raise RefreshError("vLLM loads whole layers: send every tensor, and declare none frozen")
+
+    def _remembered(self, received: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept of a set, to count what the next one changes."""
+        return received
 
     @abstractmethod
     def _check_refreshable(self) -> None:
         """Refuse a refresh that cannot succeed."""
 
     @abstractmethod
-    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
-        """Have vLLM hold a complete set and nothing of an earlier one; the digest of what it holds."""
+    def _load(self, received: Any, policy_version: int) -> str:
+        """Have vLLM hold a complete set and nothing of an earlier one; the digest of what it holds.
+
+        ``received`` is a mapping of names to tensors, or `Passing`, which fails at its end unless it was complete.
+        """

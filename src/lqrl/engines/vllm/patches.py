@@ -17,7 +17,7 @@ class Patch:
     Attributes:
         name: what logs call it.
         defect: what goes wrong without it.
-        platform: vLLM's name of the device type that has the defect.
+        platform: vLLM's name of the device type that has the defect; "" is every one.
         first, last: minor releases that have it.
         install: makes the change.
     """
@@ -31,7 +31,7 @@ class Patch:
 
     def applies(self, version: str, platform: str) -> bool:
         """Whether this vLLM has the defect."""
-        return platform == self.platform and self.first <= parse_version(version) <= self.last
+        return self.platform in ("", platform) and self.first <= parse_version(version) <= self.last
 
 
 def _keep_onednn_scales() -> None:
@@ -49,7 +49,28 @@ def _keep_onednn_scales() -> None:
     ops.create_onednn_scaled_mm = create_and_keep
 
 
+def _load_under_adapters() -> None:
+    """Let a layer with room for an adapter load the weights of the layer in it, as later releases do."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        load = getattr(self.base_layer, "load_weights", None)
+        return load(weights) if callable(load) else AutoWeightsLoader(self.base_layer).load_weights(weights)
+
+    if "load_weights" not in vars(BaseLayerWithLoRA):
+        BaseLayerWithLoRA.load_weights = load_weights
+
+
 PATCHES = (
+    Patch(
+        name="load-under-adapters",
+        defect="a layer with room for an adapter finds no parameter of its own for weights that are loaded again",
+        platform="",
+        first=(0, 26),
+        last=(0, 31),
+        install=_load_under_adapters,
+    ),
     Patch(
         name="onednn-keeps-scales",
         defect="an int8 layer's oneDNN handler points to scales that a reload frees: its outputs become NaN",

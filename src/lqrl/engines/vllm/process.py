@@ -16,28 +16,30 @@ from lqrl.quant.scheme import QuantScheme, TensorFormat
 
 _MXFP4 = TensorFormat("fp4_e2m1", "group", group_size=32, scale_dtype="e8m0")
 
+_shared: list[Any] = []
 _open: list[Any] = []
 _retired: list[Any] = []
 
 
-def check_process(spec: EngineSpec, platform: str) -> None:
+def check_process(spec: EngineSpec, platform: str, ranks: int = 1) -> None:
     """Refuse a place where vLLM would run elsewhere than it was asked to, or not at all.
 
     Args:
         spec: its device is what was asked for.
         platform: the device type of the installed vLLM.
+        ranks: how many hold it together.
 
     Raises:
-        ValueError: when it is built for another device, its CPU kernels do not have the width of the heads, or the card
-            makes another function of the scheme.
-        NotImplementedError: on a GPU that is not the process's first, or in a run of several ranks.
+        ValueError: when it is built for another device, its CPU kernels do not have the width of the heads, the card
+            makes another function of the scheme, or the run has not as many ranks.
+        NotImplementedError: of a single rank, on a GPU that is not the process's first, or in a run of several ranks.
     """
     if spec.device.type != platform:
         raise ValueError(
             f"the installed vLLM runs on {platform or 'no device here'}, the engine is asked for on {spec.device}; "
             "set trainer.accelerator, or install the other build of vLLM"
         )
-    if spec.device.index not in (None, 0):
+    if ranks == 1 and spec.device.index not in (None, 0):
         raise NotImplementedError(
             f"vLLM in this process runs on its first GPU, the engine is asked for on {spec.device}; choose the card "
             "with CUDA_VISIBLE_DEVICES"
@@ -46,7 +48,14 @@ def check_process(spec: EngineSpec, platform: str) -> None:
         check_cpu_attention(spec)
     elif spec.scheme.weight == _MXFP4:
         check_card(spec.scheme, torch.cuda.get_device_capability(spec.device))
-    check_ranks("vLLM in this process knows a single rank")
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks == 1:
+        check_ranks("vLLM in this process knows a single rank; set tensor_parallel_size to the number of ranks")
+    elif ranks != world:
+        raise ValueError(
+            f"VLLMEngineFactory.tensor_parallel_size={ranks}: all ranks of the run hold one engine together, and there "
+            f"are {world}; set it to that, or trainer.devices to {ranks}"
+        )
 
 
 def check_ranks(reason: str) -> None:
@@ -97,6 +106,8 @@ def check_cpu_attention(spec: EngineSpec) -> None:
 def launch(arguments: Mapping[str, Any], variables: Mapping[str, str], device: torch.device) -> Any:
     """A ``vllm.LLM`` in this process, whose random numbers are left as they were.
 
+    One that several ranks hold together is never shut down: vLLM would take the run's process group down with its own.
+
     Args:
         arguments: of the class.
         variables: of the environment, while it starts.
@@ -104,14 +115,30 @@ def launch(arguments: Mapping[str, Any], variables: Mapping[str, str], device: t
     """
     from vllm import LLM
 
-    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}), random_state(device):
-        llm = LLM(**arguments)
-    _open.append(llm)
+    starting = object()
+    _open.append(starting)  # an engine that is collected meanwhile must not take the groups down
+    try:
+        with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}), random_state(device):
+            llm = LLM(**arguments)
+        together = arguments.get("distributed_executor_backend") == "external_launcher"
+        (_shared if together else _open).append(llm)
+    finally:
+        _open.remove(starting)
     return llm
+
+
+def rank_variables(ranks: int, device: torch.device) -> dict[str, str]:
+    """What vLLM reads of an external launcher, whatever started this process; nothing for a single rank."""
+    if ranks == 1:
+        return {}
+    rank = torch.distributed.get_rank()
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank if device.index is None else device.index)}
 
 
 def retire(llm: Any) -> None:
     """Shut ``llm`` down once it is the last of this process: with one engine vLLM takes the groups of all down."""
+    if llm in _shared:
+        return
     if llm in _open:
         _open.remove(llm)
         _retired.append(llm)

@@ -7,13 +7,14 @@ here every parameter that was not loaded is named.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from lqrl.engines.base import RefreshError
-from lqrl.engines.digest import digest
+from lqrl.engines.digest import digest, tensor_digests
 from lqrl.engines.transaction import all_tensors
 
 
@@ -27,15 +28,41 @@ def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[s
     Returns:
         Names of the parameters that vLLM did not load; see `check_loaded`.
     """
+    wanted, loaded = _reload(worker, weights)
+    return sorted(wanted - loaded)
+
+
+def reload_some(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Load whole layers, by the names of a checkpoint; the others keep what they hold.
+
+    Args:
+        worker: vLLM's.
+        weights: all of these layers.
+
+    Returns:
+        Names of the parameters that vLLM loaded.
+    """
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of every layer that keeps what it holds
+    try:
+        _, loaded = _reload(worker, weights)
+    finally:
+        log.setLevel(level)
+    return sorted(loaded)
+
+
+def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], set[str]]:
+    """Names of all parameters, and of those that were loaded."""
     model: Any = worker.get_model()
     load = model.load_weights
     wanted: set[str] = set()
     loaded: set[str] = set()
 
     def load_and_note(stream: Iterable[tuple[str, Tensor]]) -> Any:
-        wanted.update(name for name, _ in model.named_parameters())
+        wanted.update(_without_wrapper(name) for name, _ in model.named_parameters())
         names = load(stream)
-        loaded.update(names)
+        loaded.update(_without_wrapper(name) for name in names)
         return names
 
     model.load_weights = load_and_note
@@ -43,7 +70,12 @@ def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[s
         worker.reload_weights(weights_iterator=iter(weights))
     finally:
         del model.load_weights
-    return sorted(wanted - loaded)
+    return wanted, loaded
+
+
+def _without_wrapper(name: str) -> str:
+    """A layer's name as it is without room for an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def check_loaded(missed: Iterable[str], may_miss: Callable[[str], bool]) -> None:
@@ -57,6 +89,22 @@ def check_loaded(missed: Iterable[str], may_miss: Callable[[str], bool]) -> None
         RefreshError: naming the others.
     """
     unloaded = [name for name in missed if not may_miss(name)]
+    if unloaded:
+        raise RefreshError(f"vLLM did not load {', '.join(unloaded[:5])}; its model has other names for them")
+
+
+def check_some_loaded(sent: Iterable[str], loaded: Iterable[str]) -> None:
+    """Refuse what `reload_some` left out.
+
+    Args:
+        sent: by the names of a checkpoint, where the scales of a cache belong to ``self_attn``.
+        loaded: what it returned.
+
+    Raises:
+        RefreshError: naming the others.
+    """
+    names = {name.replace(".attn.", ".") for name in loaded}
+    unloaded = [name for name in sent if name not in names]
     if unloaded:
         raise RefreshError(f"vLLM did not load {', '.join(unloaded[:5])}; its model has other names for them")
 
@@ -78,6 +126,13 @@ def addresses(worker: Any) -> dict[str, int]:
 def model_digest(worker: Any) -> str:
     """Digest of every parameter and buffer; not of what kernels keep in memory of their own, as on a CPU."""
     return digest((name, _in_order(tensor)) for name, tensor in all_tensors(worker.get_model()))
+
+
+def held_digests(worker: Any) -> dict[str, str]:
+    """What `model_digest` is made of, by name; layers' names are those they have without room for an adapter."""
+    named = [(_without_wrapper(name), _in_order(tensor)) for name, tensor in all_tensors(worker.get_model())]
+    values = tensor_digests([tensor for _, tensor in named])
+    return {name: f"{tuple(t.shape)} {t.dtype} {v}" for (name, t), v in zip(named, values, strict=True)}
 
 
 def _in_order(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -44,13 +45,18 @@ class Replica:
         patience: how long it is waited for.
         width: requests that it has at a time.
         process: the server, when it was started here.
+
+    Attributes:
+        broken: a load could not be ended, so that none can follow.
+        workers: processes that share its model; known after `facts`.
     """
 
     def __init__(self, url: str, patience: Patience, width: int, process: ServerProcess | None = None) -> None:
         self._process, self.width = process, width
         self.peer = Peer(url, patience, self._ended)
         self.url = self.peer.url
-        self.broken = False  # by a load that could not be ended
+        self.broken = False
+        self.workers = 1
         self._has_version_route = True
 
     def _ended(self) -> bool:
@@ -89,6 +95,13 @@ class Replica:
         """Make all requests that are under way fail."""
         self.peer.interrupt()
 
+    def cut(self) -> None:
+        """End what it generates, each request with the tokens it has; one that does not answer ends nothing."""
+        with suppress(PeerLost):
+            self.peer.post("/pause?mode=abort", attempts=1)
+        with suppress(PeerLost):  # also when the first answer was lost on its way
+            self.peer.post("/resume")
+
     # ---------------------------------------------------------------- what it is
 
     def facts(self) -> dict[str, Any]:
@@ -106,6 +119,7 @@ class Replica:
                 f"it is no server that lqrl can refresh ({error}); start it with VLLM_SERVER_DEV_MODE=1 and "
                 "--worker-extension-cls lqrl.engines.vllm.worker.ServedWorker, where lqrl is installed"
             ) from error
+        self.workers = len(facts)
         try:
             self.peer.get("/weight_info")
         except PeerRefusal as error:

@@ -15,6 +15,8 @@ from lqrl.engines import prompts as prompts_of_engines
 from lqrl.engines.sampling import sample_keys
 from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
+CUT = "abort"
+"""vLLM's word for why a sample ended that it was told to stop."""
 _LEAST_TEMPERATURE = 0.01  # vLLM takes this one for all between 0 and it
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import shutil
 import struct
 import tempfile
+import time
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha1
 from pathlib import Path
@@ -17,20 +20,25 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
+from lqrl.engines.torch import EngineStats
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
 from lqrl.engines.vllm.engine import VLLMEngineFactory
-from lqrl.engines.vllm.fleet import Fleet, ReplicasLostError
+from lqrl.engines.vllm.fleet import Fleet, ReplicasGoneError, ReplicasLostError
 from lqrl.engines.vllm.guard import GuardedEngine
+from lqrl.engines.vllm.inspection import Inspection
 from lqrl.engines.vllm.launch import ServerProcess
+from lqrl.engines.vllm.partial import Group, Partial, begun, enough
 from lqrl.engines.vllm.peer import Patience, PeerLost
-from lqrl.engines.vllm.process import check_card, check_cpu_attention, check_ranks
+from lqrl.engines.vllm.process import check_cpu_attention, check_ranks
 from lqrl.engines.vllm.reload import check_loaded
 from lqrl.engines.vllm.replica import Replica
-from lqrl.engines.vllm.requests import Generated, Sample, sampling_fields
-from lqrl.engines.vllm.served import ServedModel, check_spec, described, kv_cache_dtype
-from lqrl.engines.vllm.versions import check_version, device_type, import_vllm
-from lqrl.types import SamplingParams
+from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, sampling_fields
+from lqrl.engines.vllm.served import ServedModel, check_spec
+from lqrl.engines.vllm.versions import device_type, import_vllm
+from lqrl.types import Completion, Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
 
 _OF_STARTED = ("replicas", "cards", "gpu_memory_utilization", "kv_cache_bytes", "engine_args")
 
@@ -48,8 +56,13 @@ class VLLMServerEngineFactory(EngineFactory):
         max_num_seqs: most samples that one replica has at a time.
         gpu_memory_utilization, kv_cache_bytes, engine_args: as in `VLLMEngineFactory`, for each server that is started.
         count_changes, fp32_head, allow_untested_version: as in `VLLMEngineFactory`.
+        stream_refresh: load each layer as it comes, so that the learner has one layer of what is sent in main memory at
+            once, and ``transfer_directory`` two. Otherwise nothing is loaded before all is there and checked; either
+            way the engine refuses after a faulty stream.
         transfer_directory: where weights are put on their way, a directory that all servers see under the same name.
             ``None`` is this machine's for temporary files.
+        partial: end a learner's call before all samples are finished, keep them, and continue them in its next call,
+            under the weights that serve then. ``None`` waits for all.
         timeout_s: seconds without a byte of an answer, until a request has failed.
         attempts: times that a request is sent before its replica is lost.
         backoff_s: seconds before it is sent again; each further pause is twice as long.
@@ -69,7 +82,9 @@ class VLLMServerEngineFactory(EngineFactory):
     fp32_head: bool = False
     engine_args: dict[str, Any] = field(default_factory=dict)
     allow_untested_version: bool = False
+    stream_refresh: bool = False
     transfer_directory: str | None = None
+    partial: Partial | None = None
     timeout_s: float = 600.0
     attempts: int = 4
     backoff_s: float = 0.5
@@ -92,6 +107,10 @@ class VLLMServerEngineFactory(EngineFactory):
         if self.cards and len(self.cards) != self.replicas:
             raise ValueError(
                 f"VLLMServerEngineFactory.cards lists {len(self.cards)} servers, replicas is {self.replicas}"
+            )
+        if self.stream_refresh and self.count_changes:
+            raise ValueError(
+                "VLLMServerEngineFactory.stream_refresh keeps nothing to compare with; set count_changes: false"
             )
         _ = self.each  # checks what the two factories have in common
 
@@ -121,8 +140,9 @@ class VLLMServerEngine(GuardedEngine):
     """VLLM servers that generate the same as `VLLMEngine`, each with a copy of the weights.
 
     Every sample is a request of its own, with its own seed, to whichever replica is free. A replica that is lost is
-    reported, and all that it had is done again by the others. A refresh reaches all replicas that answer, or the engine
-    refuses; lost ones that are back, or can be started again, take part in it.
+    reported, and all that it had is done again by the others, the refresh included unless it is streamed. A refresh
+    reaches all replicas that are left, or the engine refuses; lost ones that are back, or can be started again, take
+    part in the next.
 
     Args:
         spec: what to build; its device is the learner's.
@@ -146,8 +166,11 @@ class VLLMServerEngine(GuardedEngine):
         self._finalizer = weakref.finalize(self, _retire, fleet, self._directory)
         self._fleet = fleet
         self._version = ""
+        self._begun: list[Group] = []
         try:
-            super().__init__(spec, self._gather(spec), count_changes=options.count_changes)
+            super().__init__(
+                spec, self._gather(spec), count_changes=options.count_changes, streams=options.stream_refresh
+            )
             fleet.revive()
         except BaseException:
             self._finalizer()
@@ -173,7 +196,7 @@ class VLLMServerEngine(GuardedEngine):
         served = ServedModel(there, unties=platform == "cpu", fp32_head=options.fp32_head)
         if not options.urls:
             replicas = self._processes(there, served)
-        self._fleet.add(replicas, _Check(there, served, options.allow_untested_version))
+        self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version))
         return served
 
     def _processes(self, spec: EngineSpec, served: ServedModel) -> list[Replica]:
@@ -201,11 +224,77 @@ class VLLMServerEngine(GuardedEngine):
 
     # ---------------------------------------------------------------- generation
 
+    def generate_some(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int
+    ) -> list[tuple[Prompt, list[Completion]]]:
+        """Draw completions until a limit of `Partial`; groups that an earlier call began come first.
+
+        A sample that is cut off is continued by the next call, with random numbers of a seed of its own that depends on
+        where it was cut. When a call fails, what earlier ones began is as it was before.
+
+        Raises:
+            StaleEngineError, ValueError, RuntimeError: see `generate`.
+        """
+        partial = self.options.partial
+        if partial is None:
+            return super().generate_some(prompts, params, seed=seed)
+        self._check_ready()
+        self._check_truncation(params)
+        limits = {"vocabulary": self.served.vocabulary, "max_model_len": self.spec.max_model_len}
+        check_prompts(prompts, params, **limits, eos=self.spec.eos_token_ids)
+        started = time.perf_counter()
+        before = [*self._begun, *begun(prompts, params, seed)]
+        groups = before
+        while groups:
+            groups = self._advanced(groups, partial, started)
+            if enough(groups, _left(groups), self.policy_version, partial.max_lag):
+                break
+        self._begun = [group for group in groups if not group.finished]
+        self._stats = EngineStats(
+            self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
+            self._stats.generated_tokens + _tokens(groups) - _tokens(before),
+            self._stats.seconds + time.perf_counter() - started,
+        )
+        return [(g.prompt, [draft.completion() for draft in g.drafts]) for g in groups if g.finished]
+
+    def _advanced(self, groups: Sequence[Group], partial: Partial, started: float) -> list[Group]:
+        """The groups after as much generation as the limits allow."""
+        places = [(i, j) for i, g in enumerate(groups) for j, d in enumerate(g.drafts) if d.finish_reason is None]
+        total = sum(len(group.drafts) for group in groups)
+
+        def due(answers: Mapping[int, Any]) -> bool:
+            left = Counter(i for place, (i, _) in enumerate(places) if place not in answers)
+            reached = partial.reached(time.perf_counter() - started, total - left.total(), total)
+            return reached and enough(groups, left, self.policy_version, partial.max_lag)
+
+        bodies = []
+        for i, j in places:
+            draft, params = groups[i].drafts[j], groups[i].params
+            changes = {"seed": draft.seed, "max_tokens": params.max_tokens - len(draft.token_ids)}
+            fields = sampling_fields(params, self.spec.eos_token_ids) | changes
+            bodies.append(wire.request_body(draft.tokens, fields))
+        drafts = [list(group.drafts) for group in groups]
+        for place, answer in self._answers(bodies, due).items():
+            i, j = places[place]
+            said = wire.generated(answer, drafts[i][j].tokens)
+            drafts[i][j] = drafts[i][j].continued(said, self.policy_version, groups[i].params.max_tokens)
+        return [replace(group, drafts=tuple(each)) for group, each in zip(groups, drafts, strict=True)]
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """What was begun and cut off; see `RolloutEngine.unfinished`."""
+        return [group.plain() for group in self._begun]
+
+    def take_up(self, unfinished: Sequence[Mapping[str, Any]]) -> None:
+        """Continue what `unfinished` said, in the next call; see `RolloutEngine.take_up`."""
+        if self.options.partial is None:
+            super().take_up(unfinished)
+        self._begun = [Group.of_plain(each) for each in unfinished]
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of given tokens; see `VLLMEngine.score`."""
         self._check_ready()
         asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
-        answers = self._answers([wire.request_body(tokens, asked) for tokens in sequences])
+        answers = self._all_answers([wire.request_body(tokens, asked) for tokens in sequences])
         return [
             torch.tensor([0.0, *wire.prompt_logprobs(answer, tokens)])
             for answer, tokens in zip(answers, sequences, strict=True)
@@ -223,12 +312,18 @@ class VLLMServerEngine(GuardedEngine):
         bodies = [wire.request_body(sample.prompt.input_ids, asked | {"seed": sample.seed}) for sample in drawn]
         return [
             wire.generated(answer, sample.prompt.input_ids)
-            for answer, sample in zip(self._answers(bodies), drawn, strict=True)
+            for answer, sample in zip(self._all_answers(bodies), drawn, strict=True)
         ]
 
-    def _answers(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _all_answers(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        answers = self._answers(bodies)
+        return [answers[i] for i in range(len(bodies))]
+
+    def _answers(
+        self, bodies: Sequence[Mapping[str, Any]], due: Callable[[Mapping[int, Any]], bool] | None = None
+    ) -> dict[int, Any]:
         try:
-            return self._fleet.answers(bodies, self._version)
+            return self._fleet.answers(bodies, self._version, due)
         except ReplicasLostError as error:
             self._refusal, self.policy_version = f"{error}; start servers again and call update_weights", -1
             raise
@@ -244,11 +339,21 @@ class VLLMServerEngine(GuardedEngine):
         if not self._finalizer.alive:
             raise RefreshError("the engine is closed; build a new one")
 
-    def _load(self, received: dict[str, Tensor], policy_version: int) -> str:
-        """Both phases on all replicas: new weights, then, when all hold the same, their version."""
+    def _load(self, received: Mapping[str, Tensor], policy_version: int) -> str:
+        """Send to all replicas; once more to the others, from the start, when some are lost on the way."""
         self._fleet.revive()
+        while True:
+            try:
+                return self._load_once(received, policy_version)
+            except ReplicasGoneError as error:
+                if self.options.stream_refresh:
+                    raise  # what has passed is gone
+                warnings.warn(f"{error}; it is done again with the other {len(self.serving)}", stacklevel=4)
+
+    def _load_once(self, received: Mapping[str, Tensor], policy_version: int) -> str:
+        """Both phases on all replicas: new weights, then, when all hold the same, their version."""
         stream = self.served.checkpoint_stream(received)
-        loaded = self._fleet.load(stream, self._probe, self.options.transfer_directory)
+        loaded = self._fleet.load(stream, self._probe, self.options.transfer_directory, self.options.stream_refresh)
         check_loaded(loaded.missed, self.served.may_miss)
         said = struct.pack(f"{len(loaded.said)}d", *loaded.said)
         digest = sha1(loaded.digest.encode() + said, usedforsecurity=False).hexdigest()
@@ -258,52 +363,19 @@ class VLLMServerEngine(GuardedEngine):
 
     def close(self) -> None:
         """Stop the servers that were started here; others keep their weights."""
+        if self._begun:
+            log.warning("%d groups of partial rollouts are given up", len(self._begun))
         self._finalizer()
+        self._begun = []
         self._refusal, self.policy_version, self._sent = "it is closed; build a new one", -1, {}
 
 
-@dataclass(frozen=True)
-class _Check:
-    """Whether a replica serves what it should."""
+def _left(groups: Sequence[Group]) -> dict[int, int]:
+    return {i: sum(draft.finish_reason is None for draft in group.drafts) for i, group in enumerate(groups)}
 
-    spec: EngineSpec
-    served: ServedModel
-    allow_untested_version: bool
 
-    def __call__(self, facts: Mapping[str, Any]) -> None:
-        """Look at what the replica says of itself.
-
-        Raises:
-            ValueError: when it holds another model, or another way to compute it.
-            RuntimeError: for a vLLM that is not tested.
-        """
-        if not self.allow_untested_version:
-            check_version(facts["vllm"])
-        if facts["capability"] is not None:
-            check_card(self.spec.scheme, facts["capability"])
-        if facts["platform"] != self.spec.device.type:
-            raise ValueError(f"it runs on {facts['platform']}, another replica on {self.spec.device.type}")
-        if facts["max_model_len"] < self.spec.max_model_len:
-            raise ValueError(
-                f"it has max_model_len {facts['max_model_len']}; start it with at least {self.spec.max_model_len}"
-            )
-        wanted = described(self.served.config) | {
-            "dtype": str(self.spec.dtype),
-            "kv_cache_dtype": kv_cache_dtype(self.spec.scheme, self.spec.device.type),
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "data_parallel_size": 1,
-            "speculative": False,
-        }
-        for name, value in wanted.items():
-            theirs = facts["served"][name]
-            if isinstance(value, dict) and isinstance(theirs, dict):  # vLLM adds entries of its own
-                theirs = {key: theirs.get(key) for key in value}
-            if theirs != value:
-                raise ValueError(
-                    f"it serves {name} {json.dumps(theirs)}, the recipe has {json.dumps(value)}; start it with the "
-                    "recipe's model, dtype and scheme, as docs/vllm.md says"
-                )
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(len(draft.token_ids) for group in groups for draft in group.drafts)
 
 
 def _platform(replica: Replica) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lqrl.engines.base import RefreshError
+from lqrl.engines.vllm.parts import comes_in_parts, read_parts
 
 FILE_BYTES = 2**31
 """A file is closed before it would exceed this."""
@@ -46,13 +47,16 @@ def write_weights(weights: Iterable[tuple[str, Tensor]], directory: Path, *, fil
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """What `write_weights` wrote, in the order it came.
+    """What `write_weights` wrote, or `lqrl.engines.vllm.parts.send_parts` is writing, in the order it came.
 
     Raises:
         RefreshError: when there is no complete set.
     """
     from safetensors import safe_open
 
+    if comes_in_parts(directory):
+        yield from read_parts(directory)
+        return
     try:
         contents = json.loads((directory / _CONTENTS).read_text(encoding="utf-8"))
     except OSError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lqrl.engines.vllm.requests import Generated
+from lqrl.engines.vllm.requests import CUT, Generated
 
 ROUTE = "/v1/completions"
 
@@ -46,6 +46,8 @@ def generated(answer: Any, tokens: Sequence[int]) -> Generated:
     """
     choice = _choice(answer, tokens)
     try:
+        if not choice["token_ids"] and choice["finish_reason"] == CUT:
+            return Generated([], [], None, CUT)
         logprobs = [_logprob(value) for value in choice["logprobs"]["token_logprobs"]]
         return Generated([int(token) for token in choice["token_ids"]], logprobs, None, choice["finish_reason"])
     except (KeyError, TypeError, ValueError) as error:
