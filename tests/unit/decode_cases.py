@@ -17,7 +17,6 @@ from triton_cases import DTYPES, INF, NAN, packed_weights, same
 from lqrl.engines.sampling import sample_eager
 from lqrl.quant import kernels
 from lqrl.quant import numerics as q
-from lqrl.quant.triton_tiles import Tile
 from lqrl.types import SamplingParams
 
 
@@ -52,26 +51,10 @@ def check_norm_quantize(device: torch.device) -> None:
             same(t.add_rms_norm(x, None, weight, 1e-6, "fp8_e4m3"), (x, *fp8), f"no sum {dtype} {m} {width}")
 
 
-def check_gated_quantize(device: torch.device) -> None:
-    from lqrl.quant import triton_exact_rows, triton_quantize
-    from lqrl.quant import triton_norm_quantize as t
-
-    shapes = [(5, 40)] if device.type == "cpu" else [(8, 3072), (257, 12288), (64, 25600), (9, 1001)]
-    for dtype in DTYPES:
-        for m, width in shapes:
-            both = torch.cat(streams(device, m, width, dtype)[:2], 1)
-            gate, up = both[:, :width], both[:, width:]
-            product = triton_exact_rows.silu_mul(gate, up)
-            int8 = triton_quantize.quantize_int8_rows(product, 127.0, 0.0)
-            fp8 = triton_quantize.quantize_fp8_rows(product)
-            same(t.silu_mul(gate, up, "int8"), int8, f"int8 {dtype} {m} {width}")
-            same(t.silu_mul(gate, up, "fp8_e4m3"), fp8, f"fp8 {dtype} {m} {width}")
-            same(t.silu_mul(gate, up, "int8", held=32), int8, f"in parts {dtype} {m} {width}")
-
-
 def check_scaled_gemm(device: torch.device) -> None:
     """int8: the bits of the exact sum; e4m3: the bits of one chain for every tile that is not split."""
     from lqrl.quant import triton_scaled as t
+    from lqrl.quant.triton_tiles import Tile
 
     small = device.type == "cpu"
     shapes = [(5, 40, 96), (17, 24, 64)] if small else [(8, 4096, 4096), (61, 6144, 4096), (256, 4096, 12288)]
@@ -108,6 +91,7 @@ def check_scaled_gemm(device: torch.device) -> None:
 def check_word_values(device: torch.device) -> None:
     """Products with single inputs show each value of a packed weight, as the product sees it."""
     from lqrl.quant import triton_weight_only as t
+    from lqrl.quant.triton_tiles import Tile
 
     n, k = (20, 128) if device.type == "cpu" else (300, 1024)
     x = torch.eye(k, device=device, dtype=torch.bfloat16)
@@ -158,7 +142,6 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
         check_norm_quantize,
-        check_gated_quantize,
         check_scaled_gemm,
         check_word_values,
         check_draw,
