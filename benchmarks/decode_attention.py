@@ -1,14 +1,17 @@
 """Time the ways to cut the decode attention over a slot cache, against the bandwidth of a large copy.
 
 A step's time is the median of launches on caches that take turns, more than the L2 cache holds; ``TB/s`` counts keys
-and values once. ``dense`` is `lqrl.modeling.attention.decode_attention` on the dequantized cache.
+and values once. ``dense`` is `lqrl.modeling.attention.decode_attention` on the dequantized cache, ``exact`` the
+kernel of exact mode.
 
     python benchmarks/decode_attention.py --batch 8 64 256 --context 512
+    python benchmarks/decode_attention.py --batch 8 64 256 --tiles 1 --splits
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 
@@ -17,9 +20,10 @@ from rows import Table
 from side_by_side import bandwidth, card
 
 from lqrl.engines.slots import SlotCache
-from lqrl.engines.triton_decode_attention import Tile, attend
+from lqrl.engines.triton_decode_attention import Tile, attend, tile_of
 from lqrl.modeling.attention import decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.quant import exact, triton_exact_attention
 from lqrl.quant.kv import kv_method
 from lqrl.quant.scheme import QuantScheme
 
@@ -77,7 +81,10 @@ def measure(name: str, batch: int, table: Table, args: argparse.Namespace) -> No
         * kv_heads
         * (width * (2 if method is None else 1) + 4 * (method is not None and method.per_token))
     )
-    ways = [(tile, splits) for tile, splits in itertools.product(TILES, [None, *args.splits])]
+    tiles = [tile_of(width, 8 if method is not None else 16), *TILES][: args.tiles]
+    ways = [(tile, splits) for tile, splits in itertools.product(tiles, [None, *args.splits])]
+    slots = torch.arange(batch, device=device)
+    sequences = exact.Sequences(torch.stack([slots, torch.ones_like(slots), slots, positions]), 1)
     bias = live_bias(positions, room, torch.bfloat16)
 
     def row(way: str, runs: list) -> None:
@@ -90,7 +97,15 @@ def measure(name: str, batch: int, table: Table, args: argparse.Namespace) -> No
     def dense(layer: int) -> object:
         return decode_attention(q, *cache.read(layer, batch, room), bias, width**-0.5)
 
+    def exactly(layer: int, stages: int, split: bool) -> object:
+        stored = cache.stored(layer, batch, room)
+        return triton_exact_attention.attention(q, *stored, sequences, width**-0.5, None, stages=stages, split=split)
+
     row("dense", [lambda layer=layer: dense(layer) for layer in range(copies)])
+    apart = (False, True) if room > triton_exact_attention.PART else (False,)
+    for stages, split in itertools.product((2, 3, 4), apart):
+        run = functools.partial(exactly, stages=stages, split=split)
+        row(f"exact, {stages} stages{', split' * split}", [functools.partial(run, layer) for layer in range(copies)])
     for tile, splits in ways:
 
         def fused(layer: int, tile: Tile = tile, splits: int | None = splits) -> object:
@@ -110,6 +125,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--tiles", type=int, default=len(TILES) + 1, help="so many, from the usual one on")
     parser.add_argument("--splits", nargs="*", type=int, default=[1, 2, 4, 8], help="beside the usual number")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()

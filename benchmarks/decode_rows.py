@@ -1,4 +1,4 @@
-"""Time what stands between the products of a decode step: quantizers fused into norm and SiLU, and the draw of tokens.
+"""Time what stands between the products of a decode step: norms with and without quantizers, and the draw of tokens.
 
     python benchmarks/decode_rows.py [--rows 8 64 256]
 
@@ -24,7 +24,7 @@ from lqrl.quant import exact, rows, triton_norm_quantize
 from lqrl.types import SamplingParams
 
 VOCABULARY = 151936
-WIDTHS = {"0.6B": (1024, 3072), "8B": (4096, 12288), "32B": (5120, 25600)}
+WIDTHS = {"0.6B": 1024, "8B": 4096, "32B": 5120}
 Ways = dict[str, Callable[[], object]]
 
 
@@ -47,18 +47,6 @@ def norms(m: int, width: int, device: torch.device) -> tuple[Ways, int]:
         "fp8 fused": partial(fused, "fp8_e4m3"),
     }
     return ways, 7 * m * width
-
-
-def gates(m: int, width: int, device: torch.device) -> tuple[Ways, int]:
-    """SiLU times up and quantizer; and the bytes that they move."""
-    gate, up = torch.randn(m, 2 * width, device=device).bfloat16().split(width, 1)
-    ways: Ways = {
-        "int8 apart": lambda: rows.quantize_int8_token(exact.silu_mul(gate, up)),
-        "int8 fused": partial(triton_norm_quantize.silu_mul, gate, up, "int8"),
-        "fp8 apart": lambda: rows.quantize_fp8_token(exact.silu_mul(gate, up)),
-        "fp8 fused": partial(triton_norm_quantize.silu_mul, gate, up, "fp8_e4m3"),
-    }
-    return ways, 5 * m * width
 
 
 def draws(m: int, device: torch.device) -> tuple[Ways, int]:
@@ -92,9 +80,8 @@ def main() -> None:
     speed = bandwidth(device)
     print(f"{card(device)}; copy {speed / 1e12:.2f} TB/s; us")
     for m in args.rows:
-        for model, (hidden, inner) in WIDTHS.items():
+        for model, hidden in WIDTHS.items():
             print(f"{model} M {m} norm {hidden}: {line(*norms(m, hidden, device), speed, args.replays)}", flush=True)
-            print(f"{model} M {m} gated {inner}: {line(*gates(m, inner, device), speed, args.replays)}", flush=True)
         print(f"M {m} draw: {line(*draws(m, device), speed, args.replays)}", flush=True)
 
 

@@ -2,7 +2,8 @@
 
 Every slot holds ``--context`` tokens. A step is what the engine replays for each token, sampling and log-probs
 included; the floor is the bytes that it cannot avoid reading (`Shape.step_bytes`) at the bandwidth of a large copy.
-``--kernels N`` lists the N kernels that take most of a step; ``plain`` rows run PyTorch's attention and layers.
+``--kernels N`` lists the N kernels that take most of a step; ``plain`` rows run PyTorch's attention and layers; with
+``--exact`` each row has one in exact mode beside it.
 
     python benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 12
     python benchmarks/decode_step.py --model tiny --device cpu --batch 2 --context 8
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 
@@ -32,9 +34,10 @@ from lqrl.types import SamplingParams
 STEPS = 8  # of one run, as many as the engine takes between two looks of the host
 
 
-def build(scheme: QuantScheme, fused: bool, args: argparse.Namespace) -> TorchEngine:
+def build(scheme: QuantScheme, fused: bool, exact: bool, args: argparse.Namespace) -> TorchEngine:
     device, length = torch.device(args.device), args.context + STEPS * (args.repeats + 4)
-    spec = EngineSpec(SHAPES[args.model].config(length), scheme, parse_dtype(args.dtype), device, length, ())
+    config, dtype = SHAPES[args.model].config(length), parse_dtype(args.dtype)
+    spec = EngineSpec(config, scheme, dtype, device, length, (), exact=exact)
     engine = TorchEngineFactory(max_num_seqs=max(args.batch), fused=fused)(spec)
     engine.update_weights(random_weights(engine.decoder.model, scheme), policy_version=0)
     return engine
@@ -91,12 +94,12 @@ def kernels(stepper: Stepper, most: int) -> None:
 
 
 @torch.no_grad()
-def measure(scheme: QuantScheme, fused: bool, rate: float, table: Table, args: argparse.Namespace) -> None:
-    engine = build(scheme, fused, args)
+def measure(scheme: QuantScheme, fused: bool, exact: bool, rate: float, table: Table, args: argparse.Namespace) -> None:
+    engine = build(scheme, fused, exact, args)
     device, shape = engine.spec.device, SHAPES[args.model]
     way = type(engine.decoder.lean).__name__ if engine.decoder.lean is not None else "transformers"
     for batch in args.batch:
-        row = (scheme.name, way, batch, args.context)
+        row = (scheme.name, f"{way}, exact" if exact else way, batch, args.context)
         try:
             stepper = stepper_of(engine, batch, args.context)
             step = milliseconds(stepper, device, args.repeats)
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["none", "none+kv_fp8", "none+kv_int8"])
     parser.add_argument("--plain", action="store_true", help="also without fused kernels")
+    parser.add_argument("--exact", action="store_true", help="also in exact mode")
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--context", type=int, default=512, help="tokens that every slot holds")
     parser.add_argument("--repeats", type=int, default=5, help=f"measured runs of {STEPS} steps")
@@ -127,8 +131,9 @@ def main() -> None:
     print(f"Qwen3 {args.model}, {args.dtype}, {card(device)}, a copy moves {rate / 1e12:.2f} TB/s\n")
     table = Table("format", "layers", "batch", "context", "ms", "floor, ms", "of floor", "tokens/s", "note")
     for name in args.formats:
-        for fused in (True, False) if args.plain else (True,):
-            measure(QuantScheme.preset(name), fused, rate, table, args)
+        ways = itertools.product((True, False) if args.plain else (True,), (False, True) if args.exact else (False,))
+        for fused, exact in ways:
+            measure(QuantScheme.preset(name), fused, exact, rate, table, args)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from interpreter import print_checks
+from interpreter import mend_interpreter, print_checks
 from torch import Tensor
 from triton_cases import packed_weights
 
@@ -114,7 +114,7 @@ def check_packed_products(device: torch.device) -> None:
 def attention_cases(device: torch.device) -> Iterator[tuple[list[int], tuple[int, int], int, int, int | None]]:
     """Lengths, heads and key heads, widths of keys and values, window."""
     small = device.type == "cpu"
-    cases = [([5, 40, 1, 70], (6, 2), 20, 12), ([9, 3], (4, 4), 16, 16)]
+    cases = [([5, 40, 1, 70], (6, 2), 20, 12), ([66, 3], (17, 1), 16, 16)]  # of 17 heads, two tiles in fp32
     if not small:
         cases += [
             ([1, 300, 77, 64, 65, 513, 128], (32, 8), 128, 128), ([200, 3, 129], (16, 8), 64, 64),
@@ -143,14 +143,15 @@ def in_slots(rows: Tensor, lengths: list[int], dead: float) -> Tensor:
     return cache
 
 
-def decode_steps(device: torch.device, lengths: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of the queries, and table of the sequences: one query for each slot that has not ended."""
+def decode_steps(device: torch.device, lengths: list[int]) -> Iterator[tuple[Tensor, exact.Sequences]]:
+    """Rows of the queries, and the sequences: one query for each slot that has not ended."""
     counts, longest = torch.tensor(lengths, device=device), max(lengths)
     starts = counts.cumsum(0) - counts
     for step in sorted({0, 1, longest // 2, longest - 1} if longest > 80 or device.type == "cpu" else range(longest)):
         slot = (counts > step).nonzero()[:, 0]
         row = torch.arange(len(slot), device=device)
-        yield starts[slot] + step, torch.stack([row, torch.ones_like(slot), slot, torch.full_like(slot, step)])
+        table = torch.stack([row, torch.ones_like(slot), slot, torch.full_like(slot, step)])
+        yield starts[slot] + step, exact.Sequences(table, 1)
 
 
 def check_attention(device: torch.device) -> None:
@@ -168,8 +169,8 @@ def _attention_case(
 
     scaling, what, start = width**-0.5, (lengths, heads, width, dtype, window), 0
     query, key, value = operands(device, lengths, heads, width, value_width, dtype)
-    table, most = exact.packed_sequences(lengths, device)
-    out = attention(query, key, value, table, most, scaling, window)
+    whole = exact.packed_sequences(lengths, device)
+    out = attention(query, key, value, whole, scaling, window)
     for n in lengths:
         rows = slice(start, start + n)
         distance = torch.arange(n, device=device)[:, None] - torch.arange(n, device=device)
@@ -177,16 +178,46 @@ def _attention_case(
         full = (t[rows].transpose(0, 1)[None].double() for t in (query, key, value))
         true = F.scaled_dot_product_attention(*full, attn_mask=mask, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
         assert (out[rows] - true).abs().max() < (5e-6 if dtype == torch.float32 else 3e-2), what
-        alone = torch.tensor([[0], [n], [0], [0]], device=device)
-        same(attention(query[rows], key[rows], value[rows], alone, n, scaling, window), out[rows], (what, "alone"))
+        alone = exact.packed_sequences([n], device)
+        same(attention(query[rows], key[rows], value[rows], alone, scaling, window), out[rows], (what, "alone"))
         start += n
     keys, values = (in_slots(x, lengths, torch.nan) for x in (key, value))
     for rows, where in decode_steps(device, lengths):
-        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", where))
+        same(attention(query[rows], keys, values, where, scaling, window), out[rows], (what, "decode", where))
+
+
+def check_parts(device: torch.device) -> None:
+    """Sums that begin anew: right, and the same bits from one program or several, from any end of the cache."""
+    for case in attention_cases(device):
+        for dtype in DTYPES:
+            for part in (64,) if device.type == "cpu" else (64, 256):
+                _parts_case(device, *case, dtype, part)
+
+
+def _parts_case(
+    device: torch.device, lengths: list[int], heads: tuple[int, int], width: int, value_width: int,
+    window: int | None, dtype: torch.dtype, part: int,
+) -> None:  # fmt: skip
+    from lqrl.quant.triton_exact_attention import attention
+
+    scaling, what = width**-0.5, (lengths, heads, width, dtype, window, part)
+    query, key, value = operands(device, lengths, heads, width, value_width, dtype)
+    whole = exact.packed_sequences(lengths, device)
+    out = attention(query, key, value, whole, scaling, window, part=part)
+    once = attention(query, key, value, whole, scaling, window)
+    assert (out - once).abs().max() < (5e-6 if dtype == torch.float32 else 3e-2), what
+    if max(lengths) <= part:
+        same(out, once, (what, "one part"))
+    same(attention(query, key, value, whole._replace(keys=None), scaling, window, part=part), out, (what, "unknown"))
+    keys, values = (in_slots(x, lengths, torch.nan) for x in (key, value))
+    for rows, where in decode_steps(device, lengths):
+        for split in (False, True):
+            step = attention(query[rows], keys, values, where, scaling, window, part=part, split=split)
+            same(step, out[rows], (what, "decode", split, where))
 
 
 def check_cached_attention(device: torch.device) -> None:
-    for case in list(attention_cases(device))[: 2 if device.type == "cpu" else None]:
+    for case in list(attention_cases(device))[: 1 if device.type == "cpu" else None]:
         for dtype in DTYPES:
             for method in METHODS.values():
                 _cached_case(device, *case, dtype, method)
@@ -203,9 +234,9 @@ def _cached_case(
     query, *pair = operands(device, lengths, heads, width, value_width, dtype)
     scales = torch.tensor([0.0061, 0.0073], device=device).split(1)  # some values saturate
     key, value = (method.quantize(x, scale) for x, scale in zip(pair, scales, strict=True))
-    table, most = exact.packed_sequences(lengths, device)
-    out = attention(query, key.values(dtype), value.values(dtype), table, most, scaling, window)
-    same(attention(query, key, value, table, most, scaling, window), out, (what, "whole"))
+    whole = exact.packed_sequences(lengths, device)
+    out = attention(query, key.values(dtype), value.values(dtype), whole, scaling, window)
+    same(attention(query, key, value, whole, scaling, window), out, (what, "whole"))
 
     def cached(x: Cached) -> Cached:
         codes = in_slots(x.codes.view(torch.uint8), lengths, 0x7F).view(method.code_dtype)
@@ -213,7 +244,7 @@ def _cached_case(
 
     keys, values = cached(key), cached(value)
     for rows, where in decode_steps(device, lengths):
-        same(attention(query[rows], keys, values, where, 1, scaling, window), out[rows], (what, "decode", where))
+        same(attention(query[rows], keys, values, where, scaling, window), out[rows], (what, "decode", where))
 
 
 def check_norms(device: torch.device) -> None:
@@ -281,14 +312,16 @@ def check_draws(device: torch.device) -> None:
 
     small = device.type == "cpu"
     for vocabulary in (1, 9, 5000) if small else (1, 9, 1024, 1025, 5000, 151936):
-        rows = 40 if small else 300
+        rows = 18 if small else 300
         logits = randn(device, rows, vocabulary) * 3
         uniform = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
         uniform = uniform.to(device)
         for temperature in (1.0, 0.7):
-            weights = t.weigh(logits, temperature)
-            tokens, log_total = t.draw(weights, uniform), weights.log_total()
+            tokens, largest, log_total = t.draw(logits, uniform, temperature)
+            for a, b in zip(t.totals(logits, temperature), (largest, log_total), strict=True):
+                same(a, b, "drawing changes no sum")
+            same(largest, exact.tempered(logits.amax(1), temperature), "largest")
             tempered = logits.double() / temperature
             total = (tempered - tempered.amax(1, keepdim=True)).exp().sum(1).log()
             assert (log_total - total).abs().max() < 2e-6, (vocabulary, temperature)
@@ -296,17 +329,30 @@ def check_draws(device: torch.device) -> None:
             above = cumulative.gather(1, tokens[:, None]).squeeze(1)
             below = torch.where(tokens > 0, cumulative.gather(1, (tokens - 1).clamp_min(0)[:, None]).squeeze(1), 0)
             assert ((below - 1e-6 <= uniform) & (uniform <= above + 1e-6)).all(), (vocabulary, temperature)
+            logprobs = t.token_logprobs(logits, tokens, temperature, largest, log_total)
+            chosen = exact.tempered(logits.gather(1, tokens[:, None]).squeeze(1), temperature).double()
+            same(logprobs, (chosen - largest.double() - log_total).float(), "log-probs")
             for start, end in ((3, 4), (5, 17)):
-                part = t.weigh(logits[start:end].contiguous(), temperature)
-                same(part.log_total(), log_total[start:end], "log total")
-                same(t.draw(part, uniform[start:end].contiguous()), tokens[start:end], "tokens")
+                part = t.draw(logits[start:end].contiguous(), uniform[start:end].contiguous(), temperature)
+                for a, b in zip(part, (tokens, largest, log_total), strict=True):
+                    same(a, b[start:end], (start, end))
+        greedy = t.draw(logits.round(), None, 1.0)  # with equals
+        same(greedy.tokens, logits.round().argmax(1), "greedy")
+        same(greedy.log_total, t.totals(logits.round(), 1.0)[1], "greedy")
     logits = torch.full((2, 3000), -torch.inf, device=device)
     logits[:, [5, 2950]] = 1.0  # the others are never drawn
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=device)
-    assert t.draw(t.weigh(logits, 1.0), ends).tolist() == [5, 2950]
-    logits[1, 7] = torch.nan
-    assert t.weigh(logits, 1.0).largest.isnan().tolist() == [False, True]
-    assert 0 <= t.draw(t.weigh(logits, 1.0), ends)[1] < 3000
+    assert t.draw(logits, ends, 1.0).tokens.tolist() == [5, 2950]
+    for odd in (torch.nan, torch.inf):
+        logits[1, 7] = odd
+        for uniform in (ends, None):
+            tokens, largest, _ = t.draw(logits, uniform, 1.0)
+            assert largest.isnan().tolist() == [False, True]
+            assert 0 <= tokens[1] < 3000
+    logits[1] = -torch.inf
+    tokens, *rows = t.draw(logits, ends, 1.0)
+    assert t.token_logprobs(logits, tokens, 1.0, *rows).isnan().tolist() == [False, True]
+    assert 0 <= tokens[1] < 3000
 
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
@@ -316,6 +362,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_fp8_products,
         check_packed_products,
         check_attention,
+        check_parts,
         check_cached_attention,
         check_norms,
         check_silu,
@@ -323,34 +370,6 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_draws,
     )
 }
-
-
-def mend_interpreter() -> None:
-    """Make up for what Triton's interpreter lacks.
-
-    Loop bounds that are loaded fail on numpy from 2.4 on. Products go through BLAS, whose fp32 sums depend on a row's
-    place; in float64 that is below the rounding to fp32.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def create_dot(self, a, b, d, precision, imprecise):
-        if d.data.dtype != np.float32:
-            return dot(self, a, b, d, precision, imprecise)
-        wide = [x.data for x in (a, b)]
-        if a.dtype.primitive_bitwidth == 8:
-            wide = [interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16) for x in (a, b)]
-        product = np.matmul(*(x.astype(np.float64) for x in wide)) + d.data
-        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
-
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_lang_tensor, create_dot
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ WIDE = Qwen3Config(
     eos_token_id=None,
 )  # fmt: skip
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
 
 
 @pytest.fixture(scope="module")

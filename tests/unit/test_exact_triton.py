@@ -12,12 +12,14 @@ from exact_sides import both, compared, prompts
 from interpreter import interpreted_checks
 from transformers import Qwen3Config
 
+from lqrl.engines.fused_decoder import FusedDecoder
 from lqrl.quant import exact, triton_use
 from lqrl.quant.kv import METHODS, Cached
-from lqrl.types import SamplingParams
+from lqrl.types import Prompt, SamplingParams
 
 CASES = Path(__file__).with_name("exact_cases.py")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,24 @@ def test_a_model_that_meets_every_tile_is_exact(scheme: str, dtype: torch.dtype)
         case = both(config, scheme, dtype, max_num_seqs=slots, **options)
         asked = prompts(1 if slots == 1 else 50, 200, 9000)
         params = SamplingParams(n=samples, max_tokens=40)
+        assert isinstance(case.engine.decoder.lean, FusedDecoder)
         assert compared(case, asked, params, rows=rows) == (len(asked) * samples * 40, 0)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("scheme", ["none", "int8_w8a8+kv_int8"])
+def test_long_contexts_are_exact_however_many_programs_read_them(scheme: str):
+    """Contexts of up to three parts: a few sequences are split between programs, many are not."""
+    config = Qwen3Config(
+        vocab_size=9000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=3000, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    asked = [Prompt(p.id, p.input_ids * 10) for p in prompts(6, 280, 9000)]
+    for slots, samples in ((2, 1), (180, 30)):
+        case = both(config, scheme, torch.bfloat16, max_num_seqs=slots, device="cuda", positions=3000)
+        params = SamplingParams(n=samples, max_tokens=8)
+        assert compared(case, asked, params, rows=4) == (len(asked) * samples * 8, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

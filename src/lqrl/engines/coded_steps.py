@@ -1,4 +1,4 @@
-"""Steps of a decoder layer on CUDA whose norm, or whose SiLU, makes the very codes that the next product takes."""
+"""Steps of a decoder layer on CUDA whose norm makes the very codes that the next product takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from lqrl.quant.methods.base import Coded, TokenCodes
 
 NormedProduct = Callable[[Tensor, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 """Two summands, the second of which may be missing, to the sum and the products with its norm."""
-GatedProduct = Callable[[Sequence[Tensor]], Tensor]
-"""Gate and up to the product with ``silu(gate) * up``."""
 CodedProduct = Callable[[Coded, torch.dtype], Sequence[Tensor]]
 
 
@@ -58,21 +56,5 @@ def normed_product(weight: Tensor, eps: float, layers: Sequence[nn.Module], fuse
     def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         total, codes, scale = triton_norm_quantize.add_rms_norm(x, delta, weight, eps, kind)
         return total, product(Coded(codes, scale), x.dtype)
-
-    return run
-
-
-def gated_product(down: nn.Module, device: torch.device) -> GatedProduct | None:
-    """SiLU, product and quantizer in one kernel, then ``down``; ``None`` where it takes no codes."""
-    products = _products([down], {})
-    if products is None or not _serves(products[0], device):
-        return None
-    from lqrl.quant import triton_norm_quantize
-
-    kind, product = products
-
-    def run(gate_up: Sequence[Tensor]) -> Tensor:
-        gate, up = gate_up
-        return product(Coded(*triton_norm_quantize.silu_mul(gate, up, kind)), gate.dtype)[0]
 
     return run

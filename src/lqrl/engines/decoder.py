@@ -20,7 +20,7 @@ from lqrl.modeling.exact import exact_engine_
 from lqrl.quant import exact, triton_use
 from lqrl.quant.adapters import attach_adapters_
 from lqrl.quant.codes import CodeModule
-from lqrl.quant.kv import prepare_kv_
+from lqrl.quant.kv import kv_rounding, prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.prepare import convert_
 from lqrl.quant.walk import walk
@@ -48,11 +48,11 @@ class Decoder:
         vocabulary: rows of the output head.
         device: where the model is.
         lean: the short cut through the layers, or ``None``; chosen at the first refresh. It gives the same bits, but
-            for `FusedDecoder`, which gives the same result up to rounding.
+            for `FusedDecoder` out of exact mode, which gives the same result up to rounding.
 
     Args:
         spec: what to build.
-        fused: let `FusedDecoder` run the layers where it can: on CUDA, out of exact mode.
+        fused: let `FusedDecoder` run the layers where it can: on CUDA, in exact mode where it gives the same bits.
     """
 
     def __init__(self, spec: EngineSpec, fused: bool = True) -> None:
@@ -84,8 +84,8 @@ class Decoder:
                 self.head = weight.float()
         self._coded = [module for _, module in walk(self.model) if isinstance(module, CodeModule)]
         self.lean: LeanDecoder | FusedDecoder | None = None
-        self._fuses = fused and not spec.exact and triton_use.serves(self.device) and spec.max_model_len > 1
-        self._dtype = spec.dtype
+        self._fuses = fused and triton_use.serves(self.device) and spec.max_model_len > 1
+        self._dtype, self._scheme = spec.dtype, spec.scheme
         self._max_positions = spec.max_model_len
         self._chosen = False
 
@@ -142,13 +142,32 @@ class Decoder:
         log.info("decoder layers run as transformers has them: %s", reason)
 
     def _choose_fused(self) -> bool:
-        """Take the fused kernels if they lie as near to transformers' layers as rounding does."""
+        """Take the fused kernels if they lie as near to transformers' layers as rounding does; if equal when exact."""
         try:
             candidate = FusedDecoder(self.model, self.shapes, self._max_positions, self._fused)
         except NotImplementedError as error:
             log.info("decoder layers run without fused kernels: %s", error)
             return False
-        probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, self.exact)
+        if not (self._equal(candidate) if self.exact else self._near(candidate)):
+            return False
+        self.lean = candidate
+        return True
+
+    def _equal(self, candidate: FusedDecoder) -> bool:
+        """Whether prefill and a decode step from a cache of the engine's format have the learner's bits."""
+        kv = kv_rounding(self.model, self._scheme)
+        probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, True, kv)
+        shapes = [shape for _, shape in sorted(self.shapes.items())]
+        expected = probe.packed(self._through(None))
+        if not torch.equal(probe.in_slots(self._through(candidate), shapes, self._dtype), expected):
+            log.warning("exact decoder layers run without fused kernels, which give other bits here")
+            return False
+        log.info("exact decoder layers run fused")
+        return True
+
+    def _near(self, candidate: FusedDecoder) -> bool:
+        """Whether the candidate lies as near to transformers' layers as rounding does."""
+        probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, False)
         plain, shapes = self._through(None), [shape for _, shape in sorted(self.shapes.items())]
         expected = probe.packed(plain)
         rounding = max(deviation(probe.shaken(plain, seed), expected) for seed in range(2))
@@ -161,7 +180,6 @@ class Decoder:
             )  # fmt: skip
             return False
         log.info("decoder layers run fused: hidden states differ by %.1e, rounding explains %.1e", found, allowed)
-        self.lean = candidate
         return True
 
     def _through(self, lean: LeanDecoder | FusedDecoder | None) -> Run:

@@ -1,7 +1,8 @@
 """The decoder layers on CUDA in nine launches each: norm, product, rotation and cache write, attention, product; again.
 
 Sums, roundings and order are those of transformers' layers but for attention, which keeps fp32 where they round, and
-for the sums inside norms. Queries, keys and values never exist apart from the cache.
+for the sums inside norms. In exact mode all of it has the bits of the exact modules, whose kernels, or whose arithmetic
+inside larger ones, these are. Queries, keys and values never exist apart from the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lqrl.engines import coded_steps
@@ -114,7 +114,7 @@ def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:
         shape=parts.shape,
         output=linear(parts.output),
         expand=_normed_product(parts.post_norm, parts.gate_up, fused),
-        contract=_gated_product(parts.activation, parts.down, decoder.rotary.cos.device),
+        contract=_gated_product(parts.activation, parts.down),
     )
 
 
@@ -151,13 +151,8 @@ def _normed_product(
     return run
 
 
-def _gated_product(
-    activation: nn.Module, down: nn.Module, device: torch.device
-) -> Callable[[Sequence[Tensor]], Tensor]:
+def _gated_product(activation: nn.Module, down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
     product, function = linear(down), activation.forward
     if is_silu(activation):
-        quantizing = coded_steps.gated_product(down, device)
-        if quantizing is not None:
-            return quantizing
         return lambda gate_up: product(exact.silu_mul(*gate_up))
     return lambda gate_up: product(function(gate_up[0]) * gate_up[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 from lqrl.engines.slots import DecodeContext, PrefillContext, SlotCache
 from lqrl.modeling.attention import AttentionContext, PackedContext
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.quant.kv import KVRounding
 
 Run = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """Hidden states ``[N, H]`` of tokens ``[N]`` at positions ``[N]``."""
@@ -24,19 +25,27 @@ class Probe:
         vocabulary: tokens that there are.
         device: where the decoder is.
         exact: attention is exact.
+        kv: rounds keys and values, as a slot cache of its format does; ``None`` for a cache in the compute dtype.
     """
 
     def __init__(
-        self, lengths: Sequence[int], max_positions: int, vocabulary: int, device: torch.device, exact: bool
+        self,
+        lengths: Sequence[int],
+        max_positions: int,
+        vocabulary: int,
+        device: torch.device,
+        exact: bool,
+        kv: KVRounding | None = None,
     ) -> None:
         self._lengths = [min(n, max_positions) for n in lengths]
-        self._device, self._exact = device, exact
+        self._device, self._exact, self._kv = device, exact, kv
         self._positions = torch.cat([torch.arange(n, device=device) for n in self._lengths])
         self._tokens = (torch.arange(len(self._positions), device=device) * 7919 + 1) % vocabulary
 
     def packed(self, run: Run) -> Tensor:
         """All sequences in one forward pass."""
-        return run(self._tokens, self._positions, PackedContext(self._lengths, self._device, exact=self._exact))
+        context = PackedContext(self._lengths, self._device, self._kv, self._exact)
+        return run(self._tokens, self._positions, context)
 
     def shaken(self, run: Run, seed: int) -> Tensor:
         """As `packed`, with attention whose results are off by up to one unit in their last place."""
@@ -48,7 +57,9 @@ class Probe:
         slots = [slot for slot, n in enumerate(self._lengths) if n > 1]
         last = (starts + torch.tensor(self._lengths) - 1).to(self._device)
         first = torch.ones_like(self._tokens, dtype=torch.bool).index_fill_(0, last, False).nonzero()[:, 0]
-        cache = SlotCache(shapes, dtype, self._device)
+        kv, layers = self._kv, range(len(shapes))
+        method, scales = (None, []) if kv is None else (kv.method, [kv.scales(layer) for layer in layers])
+        cache = SlotCache(shapes, dtype, self._device, method, scales, self._exact)
         cache.reserve(len(self._lengths), max(self._lengths))
         context = PrefillContext(cache, [self._lengths[slot] - 1 for slot in slots], slots)
         before = run(self._tokens[first], self._positions[first], context)

@@ -207,7 +207,7 @@ class PrefillContext(PackedContext, SlotContext):
         self._rows: dict[int, Tensor] = {}
         starts = counts.cumsum(0) - counts
         table = torch.stack([starts, counts, torch.tensor(slots), torch.zeros_like(counts)])
-        self._in_slots = exact.Sequences(table.to(cache.device), self.longest)
+        self._in_slots = exact.Sequences(table.to(cache.device), self.longest, self.longest)
 
     def attend_product(
         self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
@@ -283,11 +283,13 @@ class DecodeContext(SlotContext):
     def attend_product(
         self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
     ) -> Tensor:
-        """`attend` in two kernels, which read the live tokens alone."""
-        from lqrl.engines.triton_decode_attention import attend
-
+        """`attend` in few kernels, which read the live tokens alone."""
         q = self._cache.rotate_and_write(layer_idx, product, rotation, self._positions, None)
         stored = self._cache.stored(layer_idx, self._cache.slots, self._cache.length)
+        if self._sequences is not None:
+            return exact.attention(q, *stored, self._sequences, shape.scaling, shape.sliding_window).flatten(1)
+        from lqrl.engines.triton_decode_attention import attend
+
         return attend(q, *stored, self._positions, shape.scaling, shape.sliding_window).flatten(1)
 
     def _slots(self) -> Tensor:

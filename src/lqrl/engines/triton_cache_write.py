@@ -1,8 +1,9 @@
 """From the product of query, key and value layers to rotated queries and a filled cache, in one launch.
 
 Head norms, rotation, quantization and the write into the slots give the bits of one after the other: each product and
-sum is rounded to the compute dtype where transformers rounds it, and codes and scales are those of
-`lqrl.quant.numerics.kv`. Only a head norm's sum of squares may be added in another order.
+sum is rounded to the compute dtype where transformers rounds it, codes and scales are those of
+`lqrl.quant.numerics.kv`, and head norms are those of `lqrl.quant.exact.rms_norm`. Their squares are added as that
+kernel adds them, because they are read in tiles of the same shape by as many warps, with as many neighbors in a thread.
 """
 
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
@@ -20,9 +21,10 @@ from lqrl.engines.layers import Rotation
 from lqrl.quant.kv import KVCacheMethod
 from lqrl.quant.numerics.kv import KV_SCALE_FLOOR
 from lqrl.quant.triton_casts import rounded_to_bf16, to_bf16, to_e4m3, to_integer
+from lqrl.quant.triton_exact_rows import WARPS, aligned, norm_factor, rows_together
 from lqrl.quant.triton_use import power_of_two, tiles
 
-_TILE = 1024  # elements of a program, about
+_TILE = 1024  # elements of a program, about, where no head norm says how many
 _PLAIN, _INT8, _FP8, _LAYER = (tl.constexpr(kind) for kind in range(4))  # codes: none, a scale a token, one a layer
 _FLOOR = tl.constexpr(KV_SCALE_FLOOR)
 
@@ -45,15 +47,16 @@ def _turned(
 ):  # fmt: skip
     """Both halves ``[BH, BLOCK]`` of the heads of a token, normed and rotated, rounded as the compute dtype."""
     half: tl.constexpr = D // 2
-    column = tl.arange(0, BLOCK)
+    column, whole = tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK)
     inside = column < half
     mask = exists[:, None] & inside[None, :]
     pointers = x_ptr + heads[:, None] * D + column[None, :]
     a = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        mean = tl.math.div_rn(tl.sum(a * a, 1) + tl.sum(b * b, 1), D * 1.0)
-        inverse = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+        x = x_ptr + heads[:, None] * D + whole[None, :]
+        x = tl.load(x, mask=exists[:, None] & (whole < D)[None, :], other=0.0).to(tl.float32)
+        inverse = norm_factor(x, eps, D)
         a = _normed(a, weight_ptr, column, inside, inverse, BF16)
         b = _normed(b, weight_ptr + half, column, inside, inverse, BF16)
     cos_a = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -101,13 +104,33 @@ def _stored(x, scale, KIND: tl.constexpr, BF16: tl.constexpr):
         return to_bf16(x) if BF16 else x
 
 
+@triton.jit
+def _store_values(
+    x_ptr, value_ptr, scale_ptr, first, place, value_head, scale_head,
+    HEADS: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr, BF16: tl.constexpr, BV: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """The values of ``BV`` heads of a token, from head ``first`` on."""
+    head, width = first + tl.arange(0, BV), tl.arange(0, BDV)
+    exists = head < HEADS
+    mask = exists[:, None] & (width < DV)[None, :]
+    x = tl.load(x_ptr + head[:, None] * DV + width[None, :], mask=mask, other=0.0)
+    value = value_ptr + (head * value_head)[:, None] + width[None, :]
+    if KIND == _PLAIN:
+        tl.store(value, x, mask=mask)
+    else:
+        wide = x.to(tl.float32)
+        scale = _scales(_magnitude(wide), scale_ptr, place + head * scale_head, exists, KIND)
+        tl.store(value, _stored(wide, scale, KIND, BF16), mask=mask)
+
+
 @triton.jit(do_not_specialize=["scale_slot", "scale_head"])
 def _rotate_and_store(
-    q_ptr, k_ptr, v_ptr, q_row, k_row, v_row, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, positions_ptr, slots_ptr,
+    q_ptr, k_ptr, v_ptr, v_row, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, positions_ptr, slots_ptr,
     out_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     key_slot, key_head, value_slot, value_head, scale_slot, scale_head,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
-    BF16: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, BDV: tl.constexpr,
+    BF16: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -117,11 +140,11 @@ def _rotate_and_store(
     half: tl.constexpr = D // 2
     q_parts: tl.constexpr = (HEADS + BH - 1) // BH
     kv_parts: tl.constexpr = (KV_HEADS + BH - 1) // BH
-    lane, column, width = tl.arange(0, BH), tl.arange(0, BLOCK), tl.arange(0, BDV)
+    lane, column = tl.arange(0, BH), tl.arange(0, BLOCK)
     if part < q_parts:
         head = part * BH + lane
         exists = head < HEADS
-        a, b = _turned(q_ptr + token * q_row, head, exists, q_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
+        a, b = _turned(q_ptr + token * Q_ROW, head, exists, q_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
         mask = exists[:, None] & (column < half)[None, :]
         query = out_ptr + (token * HEADS + head)[:, None] * D + column[None, :]
         tl.store(query, _stored(a, lane, _PLAIN, BF16), mask=mask)
@@ -129,7 +152,7 @@ def _rotate_and_store(
     elif part < q_parts + kv_parts:
         head = (part - q_parts) * BH + lane
         exists = head < KV_HEADS
-        a, b = _turned(k_ptr + token * k_row, head, exists, k_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
+        a, b = _turned(k_ptr + token * K_ROW, head, exists, k_norm_ptr, cos_ptr, sin_ptr, eps, D, BF16, BLOCK)
         place = slot * scale_slot + head * scale_head + position
         scale = _scales(tl.maximum(_magnitude(a), _magnitude(b)), key_scale_ptr, place, exists, KIND)
         mask = exists[:, None] & (column < half)[None, :]
@@ -137,18 +160,11 @@ def _rotate_and_store(
         tl.store(key, _stored(a, scale, KIND, BF16), mask=mask)
         tl.store(key + half, _stored(b, scale, KIND, BF16), mask=mask)
     else:
-        head = (part - q_parts - kv_parts) * BH + lane
-        exists = head < KV_HEADS
-        inside = exists[:, None] & (width < DV)[None, :]
-        x = tl.load(v_ptr + token * v_row + head[:, None] * DV + width[None, :], mask=inside, other=0.0)
-        value = value_ptr + slot * value_slot + (head * value_head + position * DV)[:, None] + width[None, :]
-        if KIND == _PLAIN:
-            tl.store(value, x, mask=inside)
-        else:
-            place = slot * scale_slot + head * scale_head + position
-            wide = x.to(tl.float32)
-            scale = _scales(_magnitude(wide), value_scale_ptr, place, exists, KIND)
-            tl.store(value, _stored(wide, scale, KIND, BF16), mask=inside)
+        _store_values(
+            v_ptr + token * v_row, value_ptr + slot * value_slot + position * DV, value_scale_ptr,
+            (part - q_parts - kv_parts) * BV, slot * scale_slot + position, value_head, scale_head,
+            KV_HEADS, DV, KIND, BF16, BV, BDV,
+        )  # fmt: skip
 
 
 def _kind(method: KVCacheMethod | None) -> int:
@@ -157,6 +173,15 @@ def _kind(method: KVCacheMethod | None) -> int:
     if not method.per_token:
         return _LAYER.value
     return _INT8.value if method.code_dtype == torch.int8 else _FP8.value
+
+
+def _as_norms_read(x: Tensor, width: int) -> Tensor:
+    """``x``, or a copy of it in which heads begin where they do in the tensor that `lqrl.quant.exact` norms."""
+    neighbors = 16 // x.element_size()
+    while width % neighbors:
+        neighbors //= 2
+    x = x if x.stride(0) % neighbors == 0 else x.clone(memory_format=torch.contiguous_format)
+    return aligned(x)
 
 
 def rotate_and_store(
@@ -192,16 +217,20 @@ def rotate_and_store(
         return out
     key_scale, value_scale = views[2:] if len(views) > 2 else scales or (None, None)
     scale_strides = (views[2].stride(0), views[2].stride(1)) if len(views) > 2 else (0, 0)
-    together = max(1, min(power_of_two(max(heads, kv_heads)), _TILE // power_of_two(width)))
-    parts = tiles(heads, together) + 2 * tiles(kv_heads, together)
+    if rotation.query_norm is None:
+        together = max(1, min(power_of_two(max(heads, kv_heads)), _TILE // power_of_two(width)))
+    else:
+        together, q, k = rows_together(power_of_two(width)), _as_norms_read(q, width), _as_norms_read(k, width)
+    values_together = max(1, min(power_of_two(kv_heads), _TILE // power_of_two(value_width)))
+    parts = tiles(heads, together) + tiles(kv_heads, together) + tiles(kv_heads, values_together)
     with torch.cuda.device_of(q):
         _rotate_and_store[(tokens, parts)](
-            q, k, v, q.stride(0), k.stride(0), v.stride(0), rotation.cos, rotation.sin,
+            q, k, v, v.stride(0), rotation.cos, rotation.sin,
             rotation.query_norm, rotation.key_norm, rotation.eps, positions, slots,
             out, keys, values, key_scale, value_scale,
             *keys.stride()[:2], *values.stride()[:2], *scale_strides,
-            HEADS=heads, KV_HEADS=kv_heads, D=width, DV=value_width, KIND=kind, BF16=q.dtype == torch.bfloat16,
-            BH=together, BLOCK=power_of_two(width // 2), BDV=power_of_two(value_width),
-            num_warps=4, enable_fp_fusion=False,
+            Q_ROW=q.stride(0), K_ROW=k.stride(0), HEADS=heads, KV_HEADS=kv_heads, D=width, DV=value_width, KIND=kind,
+            BF16=q.dtype == torch.bfloat16, BH=together, BV=values_together, BLOCK=power_of_two(width // 2),
+            BDV=power_of_two(value_width), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -13,7 +13,6 @@ range of fp16. A key's scale becomes a factor of its score, a value's one of its
 # Launches take options of the compiler besides the kernel's parameters.
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from lqrl.quant.kv import Cached
 from lqrl.quant.triton_casts import EMULATED, e4m3_to_fp16, from_e4m3, int8_to_fp16, to_bf16
-from lqrl.quant.triton_use import TENSOR_CORES_FP8, power_of_two, tiles, use_triton
+from lqrl.quant.triton_use import TENSOR_CORES_FP8, multiprocessors, power_of_two, tiles, use_triton
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 16  # of a tile of query heads: the least that tensor cores take
@@ -176,20 +175,15 @@ def _join(
     tl.store(out_ptr + own * DV + width, to_bf16(out) if BF16 else out, mask=width < DV)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def splits_of(programs: int, blocks: int, multiprocessors: int) -> int:
+def splits_of(programs: int, blocks: int, processors: int) -> int:
     """Parts of each sequence: a power of two, about one wave of programs, and no more than blocks of keys.
 
     Args:
         programs: that there are without splitting.
         blocks: of keys in the longest sequence that fits the cache.
-        multiprocessors: of the GPU.
+        processors: multiprocessors of the GPU.
     """
-    wanted = max(1, min(_PER_SM * multiprocessors // programs, blocks, _MOST_SPLITS))
+    wanted = max(1, min(_PER_SM * processors // programs, blocks, _MOST_SPLITS))
     return 1 << (wanted.bit_length() - 1)
 
 
@@ -239,7 +233,7 @@ def attend(
     tile = tile or tile_of(max(width, value_width), bits)
     programs = kv_heads * tiles(group, _ROWS)
     longest = min(keys.shape[2], window)
-    splits = splits or splits_of(programs * rows, tiles(longest, tile.keys), _multiprocessors(q.device))
+    splits = splits or splits_of(programs * rows, tiles(longest, tile.keys), multiprocessors(q.device))
     parts = torch.empty(rows * heads * splits if splits > 1 else 0, value_width + 2, device=q.device)
     part, state = parts.flatten().split([parts.shape[0] * value_width, parts.shape[0] * 2])
     scale_strides = (k_scale.stride(0), k_scale.stride(1)) if by_token and k_scale is not None else (0, 0)

@@ -225,4 +225,4 @@ def is_silu(module: nn.Module) -> bool:
     """Whether ``module`` computes SiLU and nothing else."""
     from transformers.activations import SiLUActivation
 
-    return type(module) in (nn.SiLU, SiLUActivation)
+    return type(module) in (nn.SiLU, SiLUActivation, ExactSiLU)

@@ -107,17 +107,20 @@ class Sequences(NamedTuple):
             which token (or which slot of a cache) holds the first key, and which key the first query is. Query ``i``
             sees keys up to ``first + i``.
         longest: no sequence has more queries; the host must know it without asking the device.
+        keys: no sequence has more keys; ``None`` where the host does not know.
     """
 
     table: Tensor
     longest: int
+    keys: int | None = None
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
     """Whole sequences that lie one after the other."""
     counts = torch.tensor(lengths)
     starts = counts.cumsum(0) - counts
-    return Sequences(torch.stack([starts, counts, starts, torch.zeros_like(counts)]).to(device), max(lengths))
+    table = torch.stack([starts, counts, starts, torch.zeros_like(counts)])
+    return Sequences(table.to(device), max(lengths), max(lengths))
 
 
 @torch.no_grad()
@@ -159,7 +162,7 @@ def attention(
         return exact_native.attention(q, k, v, sequences.table, scaling, sliding_window)
     from lqrl.quant import triton_exact_attention
 
-    return triton_exact_attention.attention(q, k, v, sequences.table, sequences.longest, scaling, sliding_window)
+    return triton_exact_attention.attention(q, k, v, sequences, scaling, sliding_window)
 
 
 @torch.no_grad()
@@ -251,8 +254,7 @@ def normalizer(logits: Tensor, temperature: float) -> Normalizer:
         return Normalizer(*exact_native.logits(logits, temperature))
     from lqrl.quant import triton_exact_draw
 
-    weights = triton_exact_draw.weigh(logits, temperature)
-    return Normalizer(weights.largest, weights.log_total())
+    return Normalizer(*triton_exact_draw.totals(logits, temperature))
 
 
 @torch.no_grad()
@@ -270,9 +272,8 @@ def sample(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[
         return tokens, Normalizer(*exact_native.logits(logits, temperature, uniform, tokens))
     from lqrl.quant import triton_exact_draw
 
-    weights = triton_exact_draw.weigh(logits, temperature)
-    tokens = logits.argmax(1) if uniform is None else triton_exact_draw.draw(weights, uniform)  # the first of equals
-    return tokens, Normalizer(weights.largest, weights.log_total())
+    tokens, *rows = triton_exact_draw.draw(logits, uniform, temperature)
+    return tokens, Normalizer(*rows)
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -284,6 +285,10 @@ def _check_logits(logits: Tensor) -> None:
 @torch.no_grad()
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float, rows: Normalizer) -> Tensor:
     """Log-prob of one token a row: fp32 ``[N]`` from fp32 logits ``[N, V]``; computed in float64, rounded once."""
+    if not logits.is_cpu:
+        from lqrl.quant import triton_exact_draw
+
+        return triton_exact_draw.token_logprobs(logits.contiguous(), tokens.contiguous(), temperature, *rows)
     chosen = tempered(logits.gather(1, tokens[:, None]).squeeze(1), temperature)
     return (chosen.double() - rows.largest.double() - rows.log_total).float()
 

@@ -22,6 +22,13 @@ WARPS = 4
 
 
 @triton.jit
+def norm_factor(x: tl.tensor, eps: float, WIDTH: tl.constexpr) -> tl.tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` of each row of fp32 ``[ROWS, BLOCK]``, 0 beyond its ``WIDTH``."""
+    mean = tl.math.div_rn(tl.sum(x * x, 1), WIDTH * 1.0)
+    return tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+
+
+@triton.jit
 def normed_rows(
     x_ptr: tl.tensor, delta_ptr: tl.tensor, sum_ptr: tl.tensor, weight_ptr: tl.tensor, inverse_ptr: tl.tensor,
     row: tl.tensor, rows: int, eps: float,
@@ -41,8 +48,7 @@ def normed_rows(
             x = rounded_to_bf16(x)
         tl.store(sum_ptr + offsets, to_bf16(x) if BF16 else x, mask=mask)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    mean = tl.math.div_rn(tl.sum(x * x, 1), WIDTH * 1.0)
-    inverse = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+    inverse = norm_factor(x, eps, WIDTH)
     tl.store(inverse_ptr + row, inverse, mask=row < rows)
     normed = x * inverse[:, None]
     if BF16:

@@ -1,7 +1,7 @@
-"""Tokens quantized where they are made, on CUDA: after the sum and norm, and after SiLU times up.
+"""Tokens quantized where they are made, on CUDA: after the sum and norm.
 
-Codes and scales have the bits of one function after the other: `lqrl.quant.exact.add_rms_norm`, or
-`lqrl.quant.exact.silu_mul`, then the token quantizers of `lqrl.quant.rows`.
+Codes and scales have the bits of one function after the other: `lqrl.quant.exact.add_rms_norm`, then the token
+quantizers of `lqrl.quant.rows`. SiLU times up and a quantizer are two kernels: a row is too wide for one program.
 """
 
 # pyright: reportCallIssue=false, reportIndexIssue=false
@@ -18,12 +18,11 @@ from torch import Tensor
 from lqrl.quant.numerics import INT8_MAX
 from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.triton_casts import rounded_to_bf16
-from lqrl.quant.triton_exact_rows import WARPS, aligned, gated, normed_rows, rows_together
-from lqrl.quant.triton_quantize import NAN_CODE, magnitude, row_codes, row_scale, row_warps
+from lqrl.quant.triton_exact_rows import WARPS, aligned, normed_rows, rows_together
+from lqrl.quant.triton_quantize import NAN_CODE, magnitude, row_codes, row_scale
 from lqrl.quant.triton_use import power_of_two, tiles
 
 Codes = Literal["int8", "fp8_e4m3"]
-_HELD = 16384  # elements of a row that are kept in registers; of a longer one all are computed twice
 
 
 @triton.jit
@@ -67,34 +66,6 @@ def _norm_quantize(
     _store_codes(out, scale, factor, bad, codes_ptr, row, rows, tl.arange(0, BLOCK), WIDTH, FP8, vector)
 
 
-@triton.jit
-def _gated_quantize(
-    x_ptr, x_stride, up_ptr, up_stride, codes_ptr, scale_ptr, width, largest, floor,
-    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    up_ptr += row * up_stride
-    codes_ptr += row * width
-    column = tl.arange(0, BLOCK)
-    out = _rounded(gated(x_ptr, up_ptr, column, width, True, BF16), BF16)[None, :]
-    amax, bad = magnitude(out, 1)
-    for part in range(1, PARTS):
-        out = _rounded(gated(x_ptr, up_ptr, part * BLOCK + column, width, True, BF16), BF16)[None, :]
-        part_amax, part_bad = magnitude(out, 1)
-        amax = tl.maximum(amax, part_amax)
-        bad = bad | part_bad
-    scale, factor = row_scale(amax, bad, largest, floor, FP8)
-    one = tl.arange(0, 1)
-    tl.store(scale_ptr + row + one, scale)
-    if PARTS == 1:
-        _store_codes(out, scale, factor, bad, codes_ptr, one, 1, column, width, FP8, 1)
-    else:
-        for part in range(0, PARTS):
-            out = _rounded(gated(x_ptr, up_ptr, part * BLOCK + column, width, True, BF16), BF16)[None, :]
-            _store_codes(out, scale, factor, bad, codes_ptr, one, 1, part * BLOCK + column, width, FP8, 1)
-
-
 def _codes(kind: Codes, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, float, float]:
     """Room for codes, as bytes, and scales; largest code and smallest amax (int8) or scale (e4m3)."""
     fp8 = kind == "fp8_e4m3"
@@ -136,25 +107,3 @@ def add_rms_norm(
                 BF16=x.dtype == torch.bfloat16, ROWS=together, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return total, _typed(codes), scale
-
-
-def silu_mul(gate: Tensor, up: Tensor, kind: Codes, held: int = _HELD) -> tuple[Tensor, Tensor]:
-    """``silu(gate) * up`` quantized per token: codes ``[M, N]`` and scales fp32 ``[M, 1]``.
-
-    Args:
-        gate, up: ``[M, N]`` of one dtype, elements of a row side by side.
-        kind: of the codes.
-        held: longest row that is kept in registers, a power of two.
-    """
-    rows, width = gate.shape
-    codes, scale, largest, floor = _codes(kind, (rows, width), gate.device)
-    block = power_of_two(width)
-    block = block if block <= held else held // 2
-    if rows and width:
-        with torch.cuda.device_of(gate):
-            _gated_quantize[(rows,)](
-                gate, gate.stride(0), up, up.stride(0), codes, scale, width, largest, floor,
-                FP8=kind == "fp8_e4m3", BF16=gate.dtype == torch.bfloat16, BLOCK=block, PARTS=tiles(width, block),
-                num_warps=row_warps(min(power_of_two(width), held)), enable_fp_fusion=False,
-            )  # fmt: skip
-    return _typed(codes), scale

@@ -51,6 +51,12 @@ def serves(device: torch.device, capability: tuple[int, int] = TENSOR_CORES_INT8
     return _capability(device.index) >= capability
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def use_triton(tensor: Tensor, capability: tuple[int, int] = TENSOR_CORES_INT8) -> bool:
     """Whether ``tensor`` is where Triton `serves`."""
     return tensor.is_cuda and serves(tensor.device, capability)

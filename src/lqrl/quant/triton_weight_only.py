@@ -26,15 +26,20 @@ _INT8 = tl.constexpr(0)
 FUSED_ROWS = 64
 """Most rows that `linear` is for; more are faster with the weight dequantized first."""
 
-# By format: (largest M, smallest N, tile), the first row whose limits hold; starting values, see
-# `benchmarks/decode_gemm.py`.
+# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 up to
+# 16 rows was measured on an H100; the others are starting values.
 _FEW: list[tuple[int, int, Tile]] = [
     (16, 8192, Tile(16, 64, 256, 4, 4, tall=True)),
     (16, 0, Tile(16, 64, 256, 4, 4, tall=True, splits=4)),
     (2**31, 8192, Tile(64, 64, 128, 4, 4, tall=True)),
     (2**31, 0, Tile(64, 64, 128, 4, 4, tall=True, splits=4)),
 ]
-TILES: dict[PackedFormat, list[tuple[int, int, Tile]]] = {"int8": _FEW, "int4": _FEW, "nvfp4": _FEW, "mxfp4": _FEW}
+_INT4: list[tuple[int, int, Tile]] = [
+    (16, 24576, Tile(16, 64, 512, 4, 3, tall=True)),
+    (16, 0, Tile(16, 64, 512, 4, 3, tall=True, splits=2)),
+    *_FEW[2:],
+]
+TILES: dict[PackedFormat, list[tuple[int, int, Tile]]] = {"int8": _FEW, "int4": _INT4, "nvfp4": _FEW, "mxfp4": _FEW}
 
 
 def tile_for(kind: PackedFormat, m: int, n: int) -> Tile:
