@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def interpreted_checks(script: Path) -> dict[str, str | None]:

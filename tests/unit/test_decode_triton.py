@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from decode_cases import CHECKS
-from interpreter import interpreted_checks
+from interpreter import needs_triton
 
 CASES = Path(__file__).with_name("decode_cases.py")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    return interpreted_checks(CASES)
 
 
 @needs_triton

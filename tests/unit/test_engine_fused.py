@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from exact_sides import prompts
 from fused_cases import CHECKS
-from interpreter import interpreted_checks
+from interpreter import needs_triton
 from transformers import Qwen3Config
 
 from lqrl.engines.base import EngineSpec
@@ -29,13 +28,7 @@ WIDE = Qwen3Config(
     num_key_value_heads=2, head_dim=128, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None,
     eos_token_id=None,
 )  # fmt: skip
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    return interpreted_checks(CASES)
 
 
 @needs_triton

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from exact_cases import CHECKS
 from exact_sides import both, compared, prompts
-from interpreter import interpreted_checks
+from interpreter import needs_triton
 from transformers import Qwen3Config
 
 from lqrl.engines.fused_decoder import FusedDecoder
@@ -18,13 +17,7 @@ from lqrl.quant.kv import METHODS, Cached
 from lqrl.types import Prompt, SamplingParams
 
 CASES = Path(__file__).with_name("exact_cases.py")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    return interpreted_checks(CASES)
 
 
 @needs_triton

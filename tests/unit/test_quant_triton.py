@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import interpreted_checks
+from interpreter import needs_triton
 from triton_cases import CHECKS
 
 from lqrl.quant import QuantScheme, kernels, rows, triton_use
@@ -18,12 +17,6 @@ from lqrl.quant import numerics as q
 from lqrl.quant.methods import linear_method
 
 CASES = Path(__file__).with_name("triton_cases.py")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    return interpreted_checks(CASES)
 
 
 @needs_triton
