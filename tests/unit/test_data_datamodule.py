@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils._pytree import tree_flatten
 
+from lqrl.callbacks.sampler_feedback import feed_back
 from lqrl.data import VADE, Countdown, JsonLines, PromptDataModule, PromptSource, SamplerFactory, Uniform, VADESampler
 from lqrl.data.datamodule import split_evenly
 from lqrl.testing.tokenizer import character_tokenizer
@@ -237,6 +239,20 @@ def test_a_sampler_that_never_hears_of_outcomes_is_an_error(tokenizer: str) -> N
     data.setup("fit")
     with pytest.raises(RuntimeError, match=r"VADESampler never heard .* add lqrl\.callbacks\.SamplerFeedback"):
         list(data.train_dataloader())
+
+
+@pytest.mark.parametrize("factory", [Uniform(), VADE()])
+def test_a_prompt_that_comes_twice_is_told_once_with_the_sum(tokenizer: str, factory: SamplerFactory) -> None:
+    """A group that a refresh cut can end beside the prompt's next draw."""
+    told, added = (datamodule(tokenizer, sampler=factory) for _ in range(2))
+    for data in (told, added):
+        data.setup("fit")
+        first, second, third = (p.id for p in next(iter(data.train_dataloader())).prompts[:3])
+    feed_back(told, [(first, 2.0, 8), (second, 0.0, 8), (first, 0.5, 4), (third, 8.0, 8)])
+    added.observe([third, second, first], [8.0, 0.0, 2.5], [8, 8, 12])
+    state, expected = (tree_flatten(data.state_dict())[0] for data in (told, added))
+    for one, other in zip(state, expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_without_validation_there_is_no_loader(tokenizer: str) -> None:

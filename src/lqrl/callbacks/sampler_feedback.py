@@ -31,10 +31,16 @@ class SamplerFeedback(L.Callback):
 
 
 def feed_back(data: PromptDataModule, outcomes: list[tuple[int, float, int]]) -> None:
-    """Give the outcomes of all ranks, sorted by prompt id, to ``data``'s sampler; collective."""
+    """Give the outcomes of all ranks, one of each prompt in the order of ids, to ``data``'s sampler; collective.
+
+    A prompt can come twice: a group cut by a refresh may end beside the prompt's next draw. Its outcomes add up.
+    """
     if world_size() > 1:
         gathered: list[list[tuple[int, float, int]]] = [[] for _ in range(world_size())]
         dist.all_gather_object(gathered, outcomes)
         outcomes = [o for part in gathered for o in part]
-    outcomes = sorted(outcomes)
-    data.observe([o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes])
+    sums: dict[int, tuple[float, int]] = {}
+    for prompt_id, successes, trials in sorted(outcomes):  # sorted: float sums are the same on every rank
+        won, tried = sums.get(prompt_id, (0.0, 0))
+        sums[prompt_id] = (won + successes, tried + trials)
+    data.observe(list(sums), [won for won, _ in sums.values()], [tried for _, tried in sums.values()])
