@@ -3,8 +3,8 @@
     python benchmarks/decode_rows.py [--rows 8 64 256]
 
 Microseconds inside a CUDA graph, each next to the same work in separate calls. Tokens are drawn from fp32 logits of
-Qwen3's vocabulary; ``exact`` is the draw of exact mode. The floor moves the bytes that must move, at the bandwidth of a
-large copy.
+Qwen3's vocabulary; ``exact`` is the draw of exact mode. Truncated draws read the logits several times. The floor moves
+the bytes that must move, at the bandwidth of a large copy.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def draws(m: int, device: torch.device) -> tuple[Ways, int]:
         "exact": partial(sample_exact, logits, uniform, params),
         "fused": partial(triton_draw.draw, logits, uniform, 0.7),
         "greedy": partial(triton_draw.draw, logits, None, 1.0),
+        "top-p .95": partial(sample_exact, logits, uniform, SamplingParams(temperature=0.7, top_p=0.95)),
+        "top-k 20, top-p .95": partial(
+            sample_exact, logits, uniform, SamplingParams(temperature=0.7, top_k=20, top_p=0.95)
+        ),
     }
     return ways, 4 * m * VOCABULARY
 

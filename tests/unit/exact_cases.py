@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from exact_draw_cases import check_draws, check_truncated_draws
+from exact_inputs import randn, same
 from interpreter import mend_interpreter, print_checks
 from torch import Tensor
 from triton_cases import packed_weights
@@ -20,15 +22,6 @@ from lqrl.quant import numerics as q
 from lqrl.quant.kv import METHODS, Cached, KVCacheMethod
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def randn(device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def same(a: Tensor, b: Tensor, what: object) -> None:
-    assert a.dtype == b.dtype, (what, a.dtype, b.dtype)
-    assert torch.equal(a, b), (what, int((a != b).sum()), "of", a.numel(), "elements differ")
 
 
 def company(x: Tensor, run: Callable[[Tensor], Tensor], heights: tuple[int, ...], what: object) -> None:
@@ -307,54 +300,6 @@ def check_silu(device: torch.device) -> None:
         assert t.silu(extremes).isnan().tolist() == [False, True, True]
 
 
-def check_draws(device: torch.device) -> None:
-    from lqrl.quant import triton_exact_draw as t
-
-    small = device.type == "cpu"
-    for vocabulary in (1, 9, 5000) if small else (1, 9, 1024, 1025, 5000, 151936):
-        rows = 18 if small else 300
-        logits = randn(device, rows, vocabulary) * 3
-        uniform = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-        uniform = uniform.to(device)
-        for temperature in (1.0, 0.7):
-            tokens, largest, log_total = t.draw(logits, uniform, temperature)
-            for a, b in zip(t.totals(logits, temperature), (largest, log_total), strict=True):
-                same(a, b, "drawing changes no sum")
-            same(largest, exact.tempered(logits.amax(1), temperature), "largest")
-            tempered = logits.double() / temperature
-            total = (tempered - tempered.amax(1, keepdim=True)).exp().sum(1).log()
-            assert (log_total - total).abs().max() < 2e-6, (vocabulary, temperature)
-            cumulative = tempered.softmax(1).cumsum(1)
-            above = cumulative.gather(1, tokens[:, None]).squeeze(1)
-            below = torch.where(tokens > 0, cumulative.gather(1, (tokens - 1).clamp_min(0)[:, None]).squeeze(1), 0)
-            assert ((below - 1e-6 <= uniform) & (uniform <= above + 1e-6)).all(), (vocabulary, temperature)
-            logprobs = t.token_logprobs(logits, tokens, temperature, largest, log_total)
-            chosen = exact.tempered(logits.gather(1, tokens[:, None]).squeeze(1), temperature).double()
-            same(logprobs, (chosen - largest.double() - log_total).float(), "log-probs")
-            for start, end in ((3, 4), (5, 17)):
-                part = t.draw(logits[start:end].contiguous(), uniform[start:end].contiguous(), temperature)
-                for a, b in zip(part, (tokens, largest, log_total), strict=True):
-                    same(a, b[start:end], (start, end))
-        greedy = t.draw(logits.round(), None, 1.0)  # with equals
-        same(greedy.tokens, logits.round().argmax(1), "greedy")
-        same(greedy.log_total, t.totals(logits.round(), 1.0)[1], "greedy")
-    logits = torch.full((2, 3000), -torch.inf, device=device)
-    logits[:, [5, 2950]] = 1.0  # the others are never drawn
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=device)
-    assert t.draw(logits, ends, 1.0).tokens.tolist() == [5, 2950]
-    for odd in (torch.nan, torch.inf):
-        logits[1, 7] = odd
-        for uniform in (ends, None):
-            tokens, largest, _ = t.draw(logits, uniform, 1.0)
-            assert largest.isnan().tolist() == [False, True]
-            assert 0 <= tokens[1] < 3000
-    logits[1] = -torch.inf
-    tokens, *rows = t.draw(logits, ends, 1.0)
-    assert t.token_logprobs(logits, tokens, 1.0, *rows).isnan().tolist() == [False, True]
-    assert 0 <= tokens[1] < 3000
-
-
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
@@ -368,6 +313,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_silu,
         check_together,
         check_draws,
+        check_truncated_draws,
     )
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from engine_models import CONFIGS
-from exact_cases import randn
+from exact_inputs import randn
 from exact_sides import both, compared
 from exact_sides import prompts as exact_prompts
 from interpreter import mend_interpreter, print_checks

@@ -144,11 +144,11 @@ def test_top_p_of_a_large_vocabulary_equals_a_full_sort(scale: float) -> None:
     kept = probabilities.cumsum(1) - probabilities < 0.9
     assert (kept.sum(1) > 1024).any() == (scale == 0.5)
     mass = (probabilities * kept).sum(1)
-    column = ((probabilities * kept).cumsum(1) <= (uniform * mass)[:, None]).sum(1)
+    placed = torch.zeros_like(probabilities).scatter(1, ids, probabilities * kept)
     assert out.log_mass is not None
-    assert torch.equal(out.tokens, ids.gather(1, column[:, None]).squeeze(1))
+    assert torch.equal(out.tokens, (placed.cumsum(1) <= (uniform * mass)[:, None]).sum(1))
     torch.testing.assert_close(out.log_mass, mass.log().float(), rtol=1e-5, atol=1e-5)
-    expected = (probabilities.gather(1, column[:, None]).squeeze(1) / mass).log().float()
+    expected = (placed.gather(1, out.tokens[:, None]).squeeze(1) / mass).log().float()
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 

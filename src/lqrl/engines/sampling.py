@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import exact
-from lqrl.quant.triton_use import use_triton
+from lqrl.quant.exact_truncation import MAX_VOCABULARY
+from lqrl.quant.triton_use import serves
 from lqrl.types import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
@@ -16,7 +17,6 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _NUCLEUS = 1024  # most likely tokens that top-p tries before it sorts the whole vocabulary
 _BLOCK = 512  # tokens whose weights are summed before the draw looks inside
-_UNIT_BITS = 45  # weights of at most 1 as integers: 2**18 - 1 of them fit 63 bits
 
 
 class Sampled(NamedTuple):
@@ -105,8 +105,8 @@ def draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
     """Draw a token for each row after temperature, then top-k, then top-p of what top-k kept.
 
-    On NVIDIA GPUs Triton kernels draw from the whole vocabulary; their tokens are those of `sample_eager` unless a
-    uniform falls within rounding of the boundary of two.
+    On NVIDIA GPUs Triton kernels draw; their tokens are those of `sample_eager` unless a uniform, or the edge of what
+    is kept, falls within rounding of the boundary of two.
 
     Args:
         logits: ``[R, V]`` float32.
@@ -117,12 +117,19 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sa
         The tokens with log-probs under the distribution they were drawn from; greedy tokens with those of
         temperature 1.
     """
-    if params.truncates or not use_triton(logits):
+    if not has_draw_kernel(params, logits.device, logits.shape[1]):
         return sample_eager(logits, uniform, params)
+    if params.truncates:
+        return sample_exact(logits, uniform, params)
     from lqrl.engines import triton_draw
 
     uniform = _given(uniform) if params.temperature else None
     return Sampled(*triton_draw.draw(logits.contiguous(), uniform, params.temperature or 1.0), None)
+
+
+def has_draw_kernel(params: SamplingParams, device: torch.device, vocabulary: int) -> bool:
+    """Whether `sample` runs kernels of this library, which ask the host nothing, as eager top-p does."""
+    return serves(device) and (vocabulary <= MAX_VOCABULARY or not params.truncates)
 
 
 def sample_eager(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> Sampled:
@@ -151,57 +158,11 @@ def sample_exact(logits: Tensor, uniform: Tensor | None, params: SamplingParams)
     if not params.truncates:
         tokens, rows = exact.sample(logits, _given(uniform) if params.temperature else None, temperature)
         return Sampled(tokens, exact.token_logprobs(logits, tokens, temperature, rows), None)
-    rows = exact.normalizer(logits, temperature)
-    tokens, mass = _draw_truncated_exact(logits, rows, _given(uniform), params)
+    tokens, rows, mass = exact.sample_truncated(logits, _given(uniform), temperature, params.top_k, params.top_p)
     full = exact.token_logprobs(logits, tokens, temperature, rows)
     # One of these differences is exact whatever the numbers are, so that the sum of both parts is `full` again.
     logprobs = full - torch.maximum(mass, full)
     return Sampled(tokens, logprobs, full - logprobs)
-
-
-def _draw_truncated_exact(
-    logits: Tensor, rows: exact.Normalizer, uniform: Tensor, params: SamplingParams, few: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Tokens ``[R]`` after top-k and top-p, and the log of the kept mass ``[R]`` fp32.
-
-    Weights are integers in units of ``2**-_UNIT_BITS``, whose sums have no order; of equal logits the first is the more
-    likely one, which libraries leave open.
-
-    Args:
-        logits: fp32 ``[R, V]``, before the temperature.
-        rows: their normalizer.
-        uniform: ``[R]`` float64.
-        params: sampling settings.
-        few: look at `_NUCLEUS` tokens first when only top-p is set.
-    """
-    vocabulary = logits.shape[1]
-    few = few and params.top_k == 0 and vocabulary > 4 * _NUCLEUS
-    bits = logits.view(torch.int32)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # integers in the order of the logits
-    order |= torch.arange(vocabulary - 1, -1, -1, device=logits.device)
-    size = min(params.top_k or (_NUCLEUS if few else vocabulary), vocabulary)
-    ids = vocabulary - 1 - (order.topk(size, 1).values & 0xFFFFFFFF)
-    values = exact.tempered(logits.gather(1, ids), params.temperature)
-    weights = (torch.sub(values, rows.largest[:, None]).exp_() * 2.0**_UNIT_BITS).long()
-    wide = None
-    if params.top_p < 1:
-        mass = weights.cumsum(1)
-        whole = mass[:, -1].double() if params.top_k > 0 else rows.log_total.exp() * 2.0**_UNIT_BITS
-        goal = (params.top_p * whole)[:, None]
-        wide = mass[:, -1] < goal[:, 0] if few else None
-        weights = weights * (mass - weights < goal)
-    cumulative = weights.cumsum(1)
-    kept = cumulative[:, -1]
-    target = torch.minimum((uniform * kept.double()).long(), kept - 1)
-    tokens = ids.gather(1, _pick(cumulative, target)[:, None]).squeeze(1)
-    log_mass = ((kept.double() * 2.0**-_UNIT_BITS).log() - rows.log_total).float().clamp_max_(0)
-    if wide is not None and bool(wide.any()):
-        at = wide.nonzero().squeeze(1)
-        part = exact.Normalizer(rows.largest[at], rows.log_total[at])
-        again = _draw_truncated_exact(logits[at], part, uniform[at], params, few=False)
-        tokens.index_copy_(0, at, again[0])
-        log_mass.index_copy_(0, at, again[1])
-    return tokens, log_mass
 
 
 def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams, few: bool = True) -> Sampled:
@@ -221,9 +182,8 @@ def _sample_truncated(logits: Tensor, uniform: Tensor, params: SamplingParams, f
         goal = params.top_p * (mass[:, -1] if params.top_k > 0 else total)[:, None]
         wide = mass[:, -1] < goal[:, 0] if few else None
         weights = weights * (mass - weights < goal)
-    column, kept = draw(weights, uniform)
-    chosen = (values.gather(1, column[:, None]) - largest).squeeze(1)
-    tokens = ids.gather(1, column[:, None]).squeeze(1)
+    tokens, kept = draw(torch.zeros_like(logits).scatter_(1, ids, weights), uniform)
+    chosen = (logits.gather(1, tokens[:, None]) - largest).squeeze(1)
     out = Sampled(tokens, chosen - kept.log().float(), (kept.log() - total.log()).float().clamp_max_(0))
     if wide is not None and bool(wide.any()):
         rows = wide.nonzero().squeeze(1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lqrl.quant import exact_native, triton_use
+from lqrl.quant.exact_truncation import draw_truncated
 from lqrl.quant.kv import Cached
 
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -261,10 +262,8 @@ def normalizer(logits: Tensor, temperature: float) -> Normalizer:
 def sample(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Normalizer]:
     """Draw a token for each row of fp32 logits ``[N, V]`` by its uniform ``[N]`` float64, or take the first largest."""
     _check_logits(logits)
-    if uniform is not None and (uniform.dtype != torch.float64 or uniform.shape != logits.shape[:1]):
-        raise ValueError(
-            f"{len(logits)} rows are drawn by as many float64 numbers, not by {tuple(uniform.shape)} of {uniform.dtype}"
-        )
+    if uniform is not None:
+        _check_uniform(logits, uniform)
     logits = logits.contiguous()
     uniform = None if uniform is None else uniform.contiguous()
     if logits.is_cpu:
@@ -274,6 +273,38 @@ def sample(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[
 
     tokens, *rows = triton_exact_draw.draw(logits, uniform, temperature)
     return tokens, Normalizer(*rows)
+
+
+@torch.no_grad()
+def sample_truncated(
+    logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float
+) -> tuple[Tensor, Normalizer, Tensor]:
+    """As `sample`, from the tokens that top-k, then top-p leave; also the log of their mass, fp32 ``[N]``.
+
+    Args:
+        logits, uniform, temperature: as for `sample`.
+        top_k: most likely tokens that are kept; 0 for all.
+        top_p: smallest set with at least this share of their mass is kept; 1 for all.
+    """
+    _check_logits(logits)
+    _check_uniform(logits, uniform)
+    if logits.is_cpu:
+        rows = normalizer(logits, temperature)
+        drawn = draw_truncated(tempered(logits, temperature), *rows, uniform, top_k, top_p)
+        return drawn[0], rows, drawn[1]
+    from lqrl.quant import triton_truncated_draw
+
+    (tokens, *rows), log_mass = triton_truncated_draw.draw(
+        logits.contiguous(), uniform.contiguous(), temperature, top_k, top_p
+    )
+    return tokens, Normalizer(*rows), log_mass
+
+
+def _check_uniform(logits: Tensor, uniform: Tensor) -> None:
+    if uniform.dtype != torch.float64 or uniform.shape != logits.shape[:1]:
+        raise ValueError(
+            f"{len(logits)} rows are drawn by as many float64 numbers, not by {tuple(uniform.shape)} of {uniform.dtype}"
+        )
 
 
 def _check_logits(logits: Tensor) -> None:

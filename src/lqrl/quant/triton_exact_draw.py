@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lqrl.quant.exact_truncation import MAX_VOCABULARY, UNIT_BITS
 from lqrl.quant.triton_use import power_of_two, tiles
 
-UNIT_BITS = 45
-MAX_VOCABULARY = 2 ** (63 - UNIT_BITS) - 1
 _UNIT = tl.constexpr(2.0**UNIT_BITS)
-_BLOCK = 1024  # tokens whose weights are added before the draw looks inside; part of the arithmetic
+BLOCK = 1024  # tokens whose weights are added before the draw looks inside; part of the arithmetic
 _TOGETHER = 4  # blocks of one program
 _ROWS = 128  # log-probs of one program
 _TOTAL, _FIRST, _DRAW = (tl.constexpr(kind) for kind in range(3))  # what is asked: no token, the first largest, a draw
@@ -43,12 +42,13 @@ class Draws(NamedTuple):
 
 
 @triton.jit
-def _load(logits_ptr, row, column, vocabulary):
+def load_logits(logits_ptr, row, column, vocabulary):
+    """Logits of a row; -inf past its end."""
     return tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
 
 
 @triton.jit
-def _units(distance, inverse):
+def token_weights(distance, inverse):
     """int64 weights of logits that lie ``distance`` above the largest."""
     return (tl.exp(distance * inverse) * _UNIT).to(tl.int64)
 
@@ -60,12 +60,12 @@ def _sum_blocks(
     """The largest logit of some blocks of a row and the sum of their weights: -1 where a logit is NaN or inf."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
-    logit = _load(logits_ptr, row, block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], vocabulary)
+    logit = load_logits(logits_ptr, row, block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], vocabulary)
     good = tl.min((logit < float("inf")).to(tl.int32), 1) != 0
     logit = tl.where(good[:, None], logit, float("-inf"))
     largest = tl.max(logit, 1)
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    sums = tl.sum(_units(logit - base[:, None], inverse), 1)
+    sums = tl.sum(token_weights(logit - base[:, None], inverse), 1)
     tl.store(largest_ptr + row * blocks + block, largest, mask=block < blocks)
     tl.store(sums_ptr + row * blocks + block, tl.where(good, sums, -1), mask=block < blocks)
 
@@ -84,25 +84,25 @@ def _finish(
     top = tl.max(largest, 0)
     # Beside a block of -inf alone stands the sum 0; its factor is 0, or NaN in a row of nothing else.
     factor = tl.exp((largest.to(tl.float64) - top.to(tl.float64)) * inverse)
-    units = tl.where(sums > 0, sums.to(tl.float64) * factor, 0.0).to(tl.int64)
-    total = tl.sum(units, 0)
+    weights = tl.where(sums > 0, sums.to(tl.float64) * factor, 0.0).to(tl.int64)
+    total = tl.sum(weights, 0)
     tl.store(top_ptr + row, tl.where(odd, float("nan"), tl.math.div_rn(top, temperature)))
     tl.store(log_total_ptr + row, tl.log(total.to(tl.float64) / _UNIT))
     if ASKED != _TOTAL:
         place = tl.arange(0, BLOCK)
         if ASKED == _FIRST:
             block = tl.minimum(tl.min(tl.where(largest == top, index, BLOCKS), 0), blocks - 1)
-            logit = _load(logits_ptr, row, block * BLOCK + place, vocabulary)
+            logit = load_logits(logits_ptr, row, block * BLOCK + place, vocabulary)
             chosen = tl.min(tl.where(logit == top, place, BLOCK), 0)
         else:
             target = tl.minimum((tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
             # A row without weights picks some token; the engine reports its log-prob.
-            block = tl.minimum(tl.sum((tl.cumsum(units, 0) <= target).to(tl.int32), 0), blocks - 1)
-            logit = _load(logits_ptr, row, block * BLOCK + place, vocabulary)
-            inside = _units(logit - tl.max(tl.where(index == block, largest, float("-inf")), 0), inverse)
+            block = tl.minimum(tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0), blocks - 1)
+            logit = load_logits(logits_ptr, row, block * BLOCK + place, vocabulary)
+            inside = token_weights(logit - tl.max(tl.where(index == block, largest, float("-inf")), 0), inverse)
             mass = tl.sum(inside, 0)
-            own = tl.maximum(tl.sum(tl.where(index == block, units, 0), 0), 1).to(tl.float64)
-            rest = (target - tl.sum(tl.where(index < block, units, 0), 0)).to(tl.float64) / own
+            own = tl.maximum(tl.sum(tl.where(index == block, weights, 0), 0), 1).to(tl.float64)
+            rest = (target - tl.sum(tl.where(index < block, weights, 0), 0)).to(tl.float64) / own
             rest = tl.minimum((rest * mass.to(tl.float64)).to(tl.int64), mass - 1)
             chosen = tl.sum((tl.cumsum(inside, 0) <= rest).to(tl.int32), 0)
         tl.store(tokens_ptr + row, tl.minimum(block * BLOCK + chosen, vocabulary - 1).to(tl.int64))
@@ -121,29 +121,52 @@ def _token_logprobs(
     tl.store(out_ptr + row, out.to(tl.float32), mask=mask)
 
 
-def _run(logits: Tensor, uniform: Tensor | None, temperature: float, asked: int) -> Draws:
-    (rows, vocabulary), device = logits.shape, logits.device
+def block_sums(logits: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
+    """The largest logit of each `BLOCK` of contiguous fp32 logits ``[N, V]``, and the sum of the weights from it on.
+
+    Returns:
+        fp32 and int64 ``[N, blocks]``; the sum is -1 where a logit is NaN or inf.
+
+    Raises:
+        NotImplementedError: for a vocabulary whose sums would not fit 63 bits.
+    """
+    rows, vocabulary = logits.shape
     if vocabulary > MAX_VOCABULARY:
         raise NotImplementedError(
             f"exact mode on CUDA adds weights of at most {MAX_VOCABULARY} tokens, got a vocabulary of {vocabulary}; "
             "set exact to false"
         )
-    blocks, temperature = tiles(vocabulary, _BLOCK), float(temperature)
-    inverse = 1 / temperature
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    top = torch.empty(rows, dtype=torch.float32, device=device)
-    log_total = torch.empty(rows, dtype=torch.float64, device=device)
-    largest = torch.empty(rows, blocks, dtype=torch.float32, device=device)
-    sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
+    blocks = tiles(vocabulary, BLOCK)
+    largest = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
     if rows:
         with torch.cuda.device_of(logits):
             _sum_blocks[(rows, tiles(blocks, _TOGETHER))](
-                logits, largest, sums, vocabulary, blocks, inverse, TOGETHER=_TOGETHER, BLOCK=_BLOCK,
+                logits, largest, sums, vocabulary, blocks, inverse, TOGETHER=_TOGETHER, BLOCK=BLOCK,
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
+    return largest, sums
+
+
+def row_totals(
+    logits: Tensor,
+    largest: Tensor,
+    sums: Tensor,
+    temperature: float,
+    uniform: Tensor | None = None,
+    asked: int = _TOTAL.value,
+) -> Draws:
+    """What the blocks of `block_sums` add up to; and a token, if one is asked for."""
+    (rows, vocabulary), blocks, device = logits.shape, largest.shape[1], logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    top = torch.empty(rows, dtype=torch.float32, device=device)
+    log_total = torch.empty(rows, dtype=torch.float64, device=device)
+    if rows:
+        with torch.cuda.device_of(logits):
             _finish[(rows,)](
-                logits, largest, sums, uniform, tokens, top, log_total, vocabulary, blocks, temperature, inverse,
-                ASKED=asked, BLOCK=_BLOCK, BLOCKS=power_of_two(blocks), num_warps=4, enable_fp_fusion=False,
+                logits, largest, sums, uniform, tokens, top, log_total, vocabulary, blocks, float(temperature),
+                1 / float(temperature), ASKED=asked, BLOCK=BLOCK, BLOCKS=power_of_two(blocks), num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return Draws(tokens, top, log_total)
 
@@ -154,7 +177,7 @@ def totals(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: for a vocabulary whose sums would not fit 63 bits.
     """
-    _, largest, log_total = _run(logits, None, temperature, _TOTAL.value)
+    _, largest, log_total = row_totals(logits, *block_sums(logits, 1 / float(temperature)), temperature)
     return largest, log_total
 
 
@@ -169,7 +192,8 @@ def draw(logits: Tensor, uniform: Tensor | None, temperature: float) -> Draws:
     Raises:
         NotImplementedError: as `totals`.
     """
-    return _run(logits, uniform, temperature, (_FIRST if uniform is None else _DRAW).value)
+    blocks = block_sums(logits, 1 / float(temperature))
+    return row_totals(logits, *blocks, temperature, uniform, (_FIRST if uniform is None else _DRAW).value)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float, largest: Tensor, log_total: Tensor) -> Tensor:
