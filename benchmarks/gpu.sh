@@ -3,14 +3,15 @@
 #
 #   benchmarks/gpu.sh FOLDER [PART...]
 #
-# Parts, all by default, in this order: tests exact refresh cost decode gemm rollout learner iteration vllm.
+# Parts, all by default, in this order: tests exact refresh cost decode gemm rollout learner memory iteration vllm mismatch.
+# MODEL_PATH names the folder of SmolLM2-135M-Instruct for the part `mismatch`, which has random weights alone without it.
 # VLLM_PATH and TRL_PATH name folders that are put before the path of the children that need vLLM and TRL; without them
 # the parts `vllm` and TRL's half of `iteration` use what is installed. A part that fails or is cut leaves what it printed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(mkdir -p "$1" && cd "$1" && pwd)"
 shift
-parts="${*:-tests exact refresh cost decode gemm rollout learner iteration vllm}"
+parts="${*:-tests exact refresh cost decode gemm rollout learner memory iteration vllm mismatch}"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
 # part NAME SECONDS COMMAND...: what it printed is NAME.txt, and its last lines are shown.
@@ -25,12 +26,15 @@ part() {
 for name in $parts; do
     case "$name" in
     tests)
-        # -v names a test as it ends, so that a run that is cut says what failed.
+        # Side by side: most of the time goes into compiling kernels. -v names a test as it ends, so that a run that is cut
+        # says what failed.
         export LQRL_TEST_ACCELERATOR=cuda
-        part tests 420 python3 -m pytest -v -n 8 -m gpu --tb=short -p no:cacheprovider tests/unit
+        part integration 540 python3 -m pytest -v --tb=short -p no:cacheprovider tests/integration/test_exact.py \
+            tests/integration/test_exact_guard.py tests/integration/test_exact_proximal.py \
+            tests/integration/test_phase_timer.py &
+        part tests 540 python3 -m pytest -v -n 13 -m gpu --tb=short -p no:cacheprovider tests/unit
+        wait
         grep "FAILED\|ERROR" "$out/tests.txt" | sort -u | head -40
-        part integration 240 python3 -m pytest -v --tb=short -p no:cacheprovider tests/integration/test_exact.py \
-            tests/integration/test_exact_guard.py tests/integration/test_exact_proximal.py tests/integration/test_phase_timer.py
         unset LQRL_TEST_ACCELERATOR
         ;;
     exact)
@@ -55,6 +59,14 @@ for name in $parts; do
             --rows "$out/rollout.jsonl"
         ;;
     learner) part learner 300 python3 benchmarks/learner.py --budget 280 --rows "$out/learner.jsonl" ;;
+    memory)
+        # Free memory is the card's: these tests are skipped beside others.
+        part memory_tests 150 python3 -m pytest -v -m gpu --tb=short -p no:cacheprovider \
+            tests/unit/test_engine_memory.py tests/unit/test_optimizer_offload.py
+        LQRL_TEST_ACCELERATOR=cuda part memory_runs 90 python3 -m pytest -v --tb=short -p no:cacheprovider \
+            tests/integration/test_memory.py
+        part memory 320 python3 benchmarks/memory.py --repeats 2 --limit 110 --budget 300 --rows "$out/memory.jsonl"
+        ;;
     iteration)
         part iteration 440 python3 benchmarks/iteration.py ${TRL_PATH:+--trl-path "$TRL_PATH"} --budget 420 \
             --rows "$out/iteration.jsonl"
@@ -64,7 +76,19 @@ for name in $parts; do
         PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part vllm_tests 420 python3 -m pytest -v --tb=short \
             -p no:cacheprovider tests/integration/test_vllm_engine.py tests/integration/test_vllm_refresh.py \
             tests/integration/test_vllm_run.py
+        PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part vllm_direct 240 python3 -m pytest -v --tb=short \
+            -p no:cacheprovider tests/integration/test_vllm_direct.py
         unset LQRL_TEST_ACCELERATOR
+        part vllm_refresh 560 python3 benchmarks/vllm_refresh.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 540 \
+            --rows "$out/vllm_refresh.jsonl"
+        ;;
+    mismatch)
+        vllm=(${VLLM_PATH:+--vllm-path "$VLLM_PATH"})
+        [[ -z "${MODEL_PATH:-}" ]] || part mismatch_smollm2 250 python3 benchmarks/vllm_mismatch.py "${vllm[@]}" --budget 240 \
+            --model "$MODEL_PATH" --limit 90 --rows "$out/mismatch.jsonl" --formats none int8_w8a8 fp8_per_channel \
+            int4_w4a16_g32 fp8_per_tensor nvfp4_w4a16 int8_w8a16
+        part mismatch_8B 150 python3 benchmarks/vllm_mismatch.py "${vllm[@]}" --budget 140 --model 8B --layers 4 --limit 90 \
+            --rows "$out/mismatch.jsonl" --formats none int8_w8a8 fp8_per_channel fp8_per_block int4_w4a16
         ;;
     *) echo "no part is called $name" >&2; exit 2 ;;
     esac

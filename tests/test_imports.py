@@ -28,7 +28,7 @@ LAYERS = (
     ("lqrl.doctor",),
     ("lqrl.learner", "lqrl.data.datamodule"),
     ("lqrl.callbacks",),
-    ("lqrl.cli", "lqrl.lightning_cli", "lqrl.fabric", "lqrl.__main__"),
+    ("lqrl.cli", "lqrl.lightning_cli", "lqrl.value_help", "lqrl.fabric", "lqrl.__main__"),
     ("lqrl.testing",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -28,21 +29,32 @@ def main() -> None:
         from lqrl.doctor import main as doctor
 
         sys.exit(doctor(sys.argv[2:]))
+    sys.path.insert(0, str(Path.cwd()))
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own, about PyTorch
+    try:
+        _run_or_say_why_not()
+    except KeyboardInterrupt:  # the Trainer answers one of its own
+        print("\nStopped before the run began: nothing is saved. Start again with the same command.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run_or_say_why_not() -> None:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
     from lqrl import lightning_cli
     from lqrl.callbacks import MismatchError
     from lqrl.engines import RefreshError, StaleEngineError
+    from lqrl.parse_errors import sentence
     from lqrl.quant.native_build import BuildError, SelfTestError
     from lqrl.rewards import RewardError
 
-    sys.path.insert(0, str(Path.cwd()))
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own, about PyTorch
     ours = RewardError, RefreshError, StaleEngineError, MismatchError, BuildError, SelfTestError
     try:
         lightning_cli.run()
-    except (ValueError, OSError, NotImplementedError, *ours) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, MisconfigurationException, *ours) as error:
         if os.environ.get("LQRL_TRACEBACK"):
             raise
-        sys.exit(f"\n{type(error).__name__}: {error}\n(LQRL_TRACEBACK=1 shows where)")
+        sys.exit(f"\n(LQRL_TRACEBACK=1 shows where)\n{type(error).__name__}: {sentence(str(error))}")
 
 
 if __name__ == "__main__":

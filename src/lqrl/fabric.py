@@ -11,12 +11,12 @@ import lightning as L
 from lqrl.callbacks.sampler_feedback import feed_back
 from lqrl.data import PromptDataModule
 from lqrl.engines.base import WeightStage
-from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state, restore_learner
+from lqrl.learner.checkpoint import check_checkpoint, learner_state, restore_learner
 from lqrl.learner.frozen import without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.options import check_precision
-from lqrl.learner.refresh import refresh_engines
+from lqrl.learner.refresh import refresh_engines, refresh_metrics
 from lqrl.learner.update import sum_ratios
 from lqrl.rollouts import rollout_metrics
 
@@ -75,7 +75,7 @@ def fit(
             feed_back(data, rollouts.outcomes)
             metrics = {**sum_ratios([rollout_metrics(rollouts)], fabric.device), **credit, **learned}
             if report is not None:
-                metrics["refresh/codes_changed_fraction"] = report.codes_changed_fraction
+                metrics.update(refresh_metrics(report, module.scheme))
             metrics.update(item for stage in stages for item in stage.metrics.items())
             log(module.iteration - 1, metrics)
             if module.iteration >= iterations:
@@ -114,8 +114,7 @@ def _load(
     fabric: L.Fabric, path: Path, module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any
 ) -> None:
     state = fabric.load(path)
-    learner = check_same_model(module, state)
-    check_same_run(module, state)
+    learner = check_checkpoint(module, state, resumes=True)
     module.load_state_dict(state["state_dict"])
     optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:

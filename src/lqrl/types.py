@@ -42,6 +42,7 @@ class Prompt:
         text: what was tokenised.
         answer: the reference answer, if the task has one.
         fields: the remaining columns of the row, for rewards that need more than ``answer``.
+        where: file and line, or data set and number, of the row; for messages.
     """
 
     id: int
@@ -49,6 +50,7 @@ class Prompt:
     text: str = ""
     answer: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass

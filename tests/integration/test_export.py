@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import pytest
 import torch
 from runs import DEVICE, make_data, make_module, make_trainer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
-from lqrl.callbacks.hf_export import export
+from lqrl.callbacks.hf_export import export, export_quantized
 from lqrl.learner.refresh import refresh_engines
 from lqrl.modeling.sources import load_tokenizer
 from lqrl.quant import UpdateAwareScaling
@@ -36,6 +39,78 @@ def test_the_low_bit_export_is_the_engine_of_the_run(tmp_path):
     again.build_engines(DEVICE)
     refresh_engines(again)
     assert all(torch.equal(t, sent[name]) for name, t in dict(again.exported_weights()).items())
+
+
+def trained(tmp_path, scheme: str):
+    """A run of three iterations and its low-bit export."""
+    module = make_module(scheme=scheme)
+    callbacks = [EngineRefresh(), SamplerFeedback(), HFExport(str(tmp_path / "hf"), quantized=True)]
+    make_trainer(tmp_path, epochs=1, callbacks=callbacks, limit_val_batches=0).fit(module, make_data())
+    return module, str(tmp_path / f"hf-{scheme}")
+
+
+def refreshed(**options):
+    module, data = make_module(**options), make_data()
+    module.configure_model()
+    data.setup("fit")
+    module.calibration_prompts = data.first_prompts(8)
+    module.to(DEVICE)
+    module.build_engines(DEVICE)
+    refresh_engines(module)
+    return module
+
+
+def cache_scales(module) -> dict[str, torch.Tensor]:
+    return {n: t.cpu().clone() for n, t in module.exported_weights() if n.endswith(("k_scale", "v_scale"))}
+
+
+def test_a_run_starts_with_the_cache_scales_of_its_checkpoint(tmp_path):
+    scheme = "fp8_per_channel+kv_fp8_static"
+    module, directory = trained(tmp_path, scheme)
+    saved, again = cache_scales(module), refreshed(model=directory, scheme=scheme)
+    assert len(saved) == 4
+    held = again.engine.decoder.model.state_dict()
+    assert all(torch.equal(held[name].cpu(), scale) for name, scale in saved.items())
+    assert again.engine.decoder.model.state_dict().keys() == module.engine.decoder.model.state_dict().keys()
+    fresh = cache_scales(refreshed(scheme=scheme))  # calibrated on prompts
+    assert not any(torch.equal(fresh[name], scale) for name, scale in saved.items())
+    moved = refreshed(model=directory, scheme=scheme, transforms=[UpdateAwareScaling(1.5)])
+    assert not any(torch.equal(scale, saved[name]) for name, scale in cache_scales(moved).items())
+
+
+def test_a_saved_cache_scale_that_is_no_number_is_named(tmp_path):
+    _, directory = trained(tmp_path, "int8_w8a8+kv_fp8_static")
+    tensors = load_file(f"{directory}/model.safetensors")
+    name = "model.layers.1.self_attn.v_scale"
+    tensors[name] = torch.tensor([-1.0])
+    save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_scale in .* is \[-1\.0\]"):
+        refreshed(model=directory, scheme="int8_w8a8+kv_fp8_static")
+    del tensors[name]  # a checkpoint without all of them is calibrated
+    save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
+    scales = cache_scales(refreshed(model=directory, scheme="int8_w8a8+kv_fp8_static"))
+    assert all(float(scale) not in (1.0, float(tensors.get(n, torch.zeros(1)))) for n, scale in scales.items())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("int8_w8a8+kv_fp8", None),
+        ("int8_w8a8", r"scheme int8_w8a8\+kv_fp8, and this run has int8_w8a8\. .* kv_cache \(fp8_e4m3 per token_head"),
+        ("int8_w8a8+lm_head+kv_fp8", r"lm_head \(False there, True here\), 1 layers .* such as lm_head\."),
+        ("none", r"this run has none\. They differ in weight \(int8 per channel there, None here\), activation"),
+    ],
+)
+def test_a_run_in_another_scheme_than_its_checkpoint_says_so(tmp_path, asked, says):
+    module = make_module(scheme="int8_w8a8+kv_fp8")
+    module.configure_model()
+    export_quantized(module, tmp_path / "low")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_module(model=str(tmp_path / "low"), scheme=asked).configure_model()
+    said = [str(w.message) for w in caught if "holds the scheme" in str(w.message)]
+    assert len(said) == (says is not None)
+    assert says is None or re.search(says, said[0])
 
 
 def test_the_config_names_the_dtype_of_the_weights(tmp_path):

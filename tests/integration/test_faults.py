@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import json
 import math
+import re
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -59,6 +61,18 @@ def test_a_bad_reward_is_named(tmp_path, how, message):
 def test_a_forgotten_engine_refresh_is_an_error_not_a_slow_failure(tmp_path):
     with pytest.raises(StaleEngineError, match=r"add lqrl\.callbacks\.EngineRefresh to trainer\.callbacks"):
         run(tmp_path, callbacks=[SamplerFeedback()])
+
+
+@pytest.mark.parametrize(("scheme", "quantizes"), [("none", False), ("none+kv_int8", False), ("int8_w8a8", True)])
+def test_codes_are_logged_and_spoken_of_only_where_there_are_some(tmp_path, scheme, quantizes):
+    module = make_module(scheme=scheme, optimizer=lambda p: torch.optim.SGD(p, lr=1e-30))
+    trainer = make_trainer(tmp_path, epochs=1)
+    with pytest.warns(UserWarning, match="changed no element of the engine") as warned:
+        trainer.fit(module, make_data(iterations_per_epoch=1))
+    assert ("refresh/codes_changed_fraction" in trainer.callback_metrics) == quantizes
+    assert float(trainer.callback_metrics["refresh/elements_changed_fraction"]) == 0
+    message = next(str(w.message) for w in warned if "changed no element" in str(w.message))
+    assert ("UAQ" in message) == quantizes
 
 
 def test_an_engine_that_is_refreshed_once_only_is_stale_in_the_second_iteration(tmp_path):
@@ -250,6 +264,39 @@ def test_a_run_is_not_continued_under_other_options(tmp_path, changed, message):
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "b", epochs=2, resume=tmp_path / "x.ckpt", **changed)
+
+
+@pytest.mark.parametrize(
+    ("written", "changed", "says"),
+    [
+        ("int8_w8a8", {"scheme": "fp8_per_channel"}, r"with scheme=fp8_per_channel \(checkpoint: int8_w8a8\)$"),
+        ("none", {"scheme": "int8_w8a8"}, r"with scheme=int8_w8a8 \(checkpoint: none\)$"),
+        ("int8_w8a8", {"exact": True}, r"with exact=True \(checkpoint: False\)$"),
+        ("int8_w8a8", {}, None),
+    ],
+)
+def test_a_validation_under_other_options_says_so(tmp_path, written, changed, says):
+    trainer = make_trainer(tmp_path, epochs=1, limit_val_batches=0)
+    trainer.fit(make_module(scheme=written), make_data(iterations_per_epoch=1))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module = make_module(**({"scheme": written} | changed))
+    validation = make_trainer(tmp_path / "b", epochs=1, limit_val_batches=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        validation.validate(module, make_data(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    said = [str(w.message) for w in caught if "checkpoint was written" in str(w.message)]
+    assert len(said) == (says is not None)
+    assert says is None or re.search(says, said[0])
+    assert module.policy_version == 1
+    assert "val/pass@1" in validation.callback_metrics
+
+
+def test_a_checkpoint_without_the_scales_of_the_scheme_is_refused_by_that_name(tmp_path):
+    trainer = make_trainer(tmp_path, epochs=1, limit_val_batches=0)
+    trainer.fit(make_module(), make_data(iterations_per_epoch=1))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"scheme int8_w8a8, the config says int8_w8a8\+kv_fp8_static: one"):
+        trainer.validate(make_module(scheme="int8_w8a8+kv_fp8_static"), make_data(), ckpt_path=tmp_path / "x.ckpt")
 
 
 def test_a_trainer_that_changes_the_precision_is_refused(tmp_path):

@@ -162,13 +162,19 @@ def test_a_resumed_run_is_the_same_run_from_a_checkpoint_without_the_base(tmp_pa
     [
         ({"transforms": [UpdateAwareScaling(2.0)]}, "frozen weights under the adapters are not those"),
         ({"lora": replace(LORA, alpha=4)}, r"lora=Lora\(r=4, alpha=8"),
-        ({"lora": replace(LORA, r=2)}, "tensors differ"),
-        ({"lora": None}, "tensors differ"),
+        ({"lora": replace(LORA, r=2)}, r"tensors differ.*set model\.init_args\.lora to Lora\(r=4"),
+        ({"lora": None}, r"lora=Lora\(r=4.*, the config says None; set model\.init_args\.lora to the same"),
     ],
 )
 def test_a_checkpoint_of_another_base_or_adapter_is_refused(tmp_path_factory, saved, options, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path_factory.mktemp("other"), epochs=2, resume=saved, **options)
+
+
+def test_a_checkpoint_without_adapters_is_not_given_any(tmp_path):
+    run(tmp_path, lora=None)[1].save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(ValueError, match=r"lora=None, the config says Lora.*set model\.init_args\.lora to null"):
+        run(tmp_path / "other", epochs=2, resume=tmp_path / "run.ckpt")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from runs import make_data, make_module, make_trainer
 from lqrl import phases
 from lqrl.algorithms import KLPenalty
 from lqrl.callbacks import EngineRefresh, PhaseTimer, SamplerFeedback
+from lqrl.engines import TorchEngineFactory
 from lqrl.fabric import fit
 from lqrl.learner.update import all_max
 from lqrl.phases import PHASES, PhaseClock
@@ -43,7 +44,8 @@ class Read(L.Callback):
 
 def test_a_run_is_accounted_for(tmp_path: Path):
     read = Read()
-    module = make_module(num_minibatches=2, kl=KLPenalty(1e-2), validate_full_precision=True)
+    engine = TorchEngineFactory(max_num_seqs=32, sleep_level=1)
+    module = make_module(num_minibatches=2, kl=KLPenalty(1e-2), validate_full_precision=True, engine=engine)
     make_trainer(tmp_path, epochs=2, callbacks=[EngineRefresh(), SamplerFeedback(), PhaseTimer(), read]).fit(
         module, make_data()
     )

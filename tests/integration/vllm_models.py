@@ -75,12 +75,12 @@ def build(
     lora: Lora | None = None,
     **options: Any,
 ) -> VLLMEngine:
-    """An engine without weights."""
+    """An engine without weights; its refreshes are reloads unless ``direct_refresh`` is set."""
     spec = EngineSpec(config_of(family, spread), QuantScheme.preset(preset), dtype, DEVICE, 128, EOS, lora)
     engine_args = {"enforce_eager": True} | options.pop("engine_args", {})
     if DEVICE.type != "cpu":
         options = {"gpu_memory_utilization": 0.05} | options  # many engines live at once
-    options = {"kv_cache_bytes": KV_BYTES, "max_num_seqs": 16} | options
+    options = {"kv_cache_bytes": KV_BYTES, "max_num_seqs": 16, "direct_refresh": False} | options
     return VLLMEngineFactory(**options, engine_args=engine_args)(spec)
 
 

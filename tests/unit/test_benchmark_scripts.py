@@ -180,6 +180,21 @@ def test_the_learner_benchmark_prints_and_keeps_its_rows(learner, monkeypatch, c
     assert sum(line.startswith("| tiny") for line in capsys.readouterr().out.splitlines()) == len(rows)
 
 
+def test_the_memory_benchmark_prints_and_keeps_its_rows(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    memory = import_module("memory")
+    options = ["--models", "tiny", "--device", "cpu", "--prompts", "2", "--samples", "2", "--prompt", "8"]
+    options += ["--total", "96", "--longest", "32", "--repeats", "1", "--ways", "cache and state"]
+    monkeypatch.setattr(sys, "argv", ["memory.py", *options, "--rows", str(tmp_path / "rows.jsonl")])
+    memory.main()
+    (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert "| tiny | cache and state | " in capsys.readouterr().out
+    assert row["cache_bytes"] == 4 * (8 + 16) * 2 * 2 * 2 * 64 * 2  # samples, tokens, layers, keys and values, heads
+    # bfloat16 and float32 moments and the 16 bits beside each weight, a step of each parameter
+    assert row["state_bytes"] > 8 * 2 * 3 * 128 * 256
+    assert min(row[f"{name}_s"] for name in ("release", "restore", "state_out", "state_in", "iteration")) > 0
+
+
 @pytest.fixture
 def iteration(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

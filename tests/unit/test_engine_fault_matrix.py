@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_models import SIZES
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, Qwen2Config
 
 from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
@@ -18,6 +19,7 @@ from lqrl.modeling.backbone import load_model
 from lqrl.quant.export import export_weights
 from lqrl.quant.prepare import prepare_
 from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.stream import StableTensors
 from lqrl.types import Prompt, SamplingParams
 
 CONFIG = Qwen2Config(**{**SIZES, "num_hidden_layers": 1})
@@ -124,6 +126,25 @@ def without_data(weights: Stream, at: int) -> Iterator[Named]:
     yield from with_tensor(weights, at, weights[at][1].to("meta"))
 
 
+def sparse(weights: Stream, at: int) -> Iterator[Named]:
+    yield from with_tensor(weights, at, weights[at][1].to_sparse())
+
+
+def complex_dtype(weights: Stream, at: int) -> Iterator[Named]:
+    yield from with_tensor(weights, at, weights[at][1].to(torch.complex64))
+
+
+def simulated(weights: Stream, at: int) -> Iterator[Named]:
+    """A subclass of tensors that says it is on the CPU and has no memory there."""
+    with FakeTensorMode() as mode:
+        tensor = mode.from_tensor(weights[at][1])
+    yield from with_tensor(weights, at, tensor)
+
+
+def no_tensor(weights: Stream, at: int) -> Iterator[Named]:
+    yield from with_tensor(weights, at, weights[at][1].tolist())
+
+
 def with_tensor(weights: Stream, at: int, tensor: Tensor, name: str | None = None) -> Stream:
     return [*weights[:at], (name or weights[at][0], tensor), *weights[at + 1 :]]
 
@@ -137,14 +158,20 @@ FAULTS: dict[Fault, str] = {
     reshaped: r"{name} has shape \(1, .*\), the engine's is \(",
     same_size_dtype: r"{name} is torch\.\w+, the engine's is torch\.\w+;",
     wider_dtype: r"{name} is torch\.float64, the engine's is torch\.\w+;",
-    without_data: r"stream of weights failed after \d+ tensors",
+    without_data: "{name} is on the meta device",
+    sparse: r"{name} is torch\.sparse_coo; send it dense",
+    complex_dtype: r"{name} is torch\.complex64, the engine's is torch\.\w+;",
+    simulated: "{name} is a FakeTensor, whose elements lie in other tensors",
+    no_tensor: "{name} is a list; send a tensor",
 }
 
 
+@pytest.mark.parametrize("stable", [False, True], ids=["singly", "together"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_faulty_tensor_is_refused_wherever_it_is(case: Case, fault: Fault) -> None:
+def test_a_faulty_tensor_is_refused_wherever_it_is(case: Case, fault: Fault, stable: bool) -> None:
     for at, (name, _) in enumerate(case.good):
-        error = case.check_refusal(fault(case.other, at), 10 * at)
+        faulty = fault(case.other, at)
+        error = case.check_refusal(StableTensors(faulty) if stable else faulty, 10 * at)
         pattern = FAULTS[fault].replace("{name}", name.replace(".", r"\."))
         assert re.search(pattern, str(error)), f"{fault.__name__} at {name}: {error}"
         case.check_recovery(10 * at + 2)

@@ -194,19 +194,6 @@ def test_bf16_logprobs_are_near_the_fp32_forward() -> None:
         assert 0 < error.max() < 0.25
 
 
-def test_sleep_releases_the_cache_and_wake_brings_generation_back() -> None:
-    built, params = engine(), SamplingParams(n=2, max_tokens=6)
-    before = built.generate(PROMPTS, params, seed=0)
-    assert built.cache_bytes > 0
-    built.sleep()
-    assert built.cache_bytes == 0
-    with pytest.raises(RuntimeError, match=r"call wake\(\)"):
-        built.generate(PROMPTS, params, seed=0)
-    built.wake()
-    after = built.generate(PROMPTS, params, seed=0)
-    assert all(same(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
-
-
 def test_stats_count_tokens() -> None:
     built = engine()
     built.generate(PROMPTS, SamplingParams(n=2, max_tokens=6), seed=0)

@@ -10,6 +10,8 @@ from engine_models import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import GemmaConfig, PreTrainedModel, Qwen2Config
 
 from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
@@ -19,6 +21,7 @@ from lqrl.engines.transaction import HeldTensors, all_tensors
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.export import export_weights
 from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.stream import StableTensors
 from lqrl.types import Prompt, SamplingParams
 
 CPU = torch.device("cpu")
@@ -170,6 +173,45 @@ def test_the_version_is_unset_while_weights_are_written() -> None:
     engine.update_weights(watched(), policy_version=5)
     assert set(seen) == {-1}
     assert engine.policy_version == 5
+
+
+def as_parameter(tensor: Tensor) -> Tensor:
+    return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+class Renamed(Tensor):
+    """A subclass with the memory of a plain tensor."""
+
+
+PLAIN = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "broadcast": lambda t: t[:1].expand_as(t) if bool((t == t[:1]).all()) else t,
+    "parameter": as_parameter,
+    "subclass": lambda t: t.as_subclass(Renamed),
+    "negative view": lambda t: torch._neg_view(-t) if t.is_floating_point() else t,
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("stable", [False, True], ids=["singly", "together"])
+def test_other_forms_of_a_plain_tensor_are_read(form: str, stable: bool, device: torch.device) -> None:
+    engine, weights = empty_engine(device=device), stream()
+    changed = [(n, PLAIN[form](t.to(device)) if t.dim() == 2 or form != "transposed" else t) for n, t in weights]
+    sent = StableTensors(changed) if stable else changed
+    report = engine.update_weights(sent, policy_version=0)
+    assert report.digest == empty_engine(device=device).update_weights(weights, policy_version=0).digest
+
+
+def test_a_distributed_tensor_is_named() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = [(n, distribute_tensor(t, mesh) if n == NORM else t) for n, t in stream()]
+        for sent in (parts, StableTensors(parts)):
+            with pytest.raises(RefreshError, match=r"model\.norm\.weight is a DTensor, .*full_tensor\(\)"):
+                empty_engine().update_weights(sent, policy_version=0)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_an_interrupted_refresh_leaves_a_refusing_engine() -> None:

@@ -99,11 +99,18 @@ def test_replayed_steps_draw_what_steps_draw(scheme, exact):
     assert graphs._stepper.captured == captured  # they survive a refresh
     greedy = SamplingParams(n=2, max_tokens=5, temperature=0)
     assert_same(graphs.generate(PROMPTS, greedy, seed=0), eager.generate(PROMPTS, greedy, seed=0), exact)
-    truncated = SamplingParams(n=2, max_tokens=5, top_p=0.7)
-    assert_same(graphs.generate(PROMPTS, truncated, seed=0), eager.generate(PROMPTS, truncated, seed=0), exact)
+    captured = graphs._stepper.captured
+    for truncated in (
+        SamplingParams(n=2, max_tokens=5, top_p=0.7),
+        SamplingParams(n=2, max_tokens=5, top_p=0.7, top_k=3),
+    ):
+        assert_same(graphs.generate(PROMPTS, truncated, seed=0), eager.generate(PROMPTS, truncated, seed=0), exact)
+        assert graphs._stepper.captured > captured  # a step of its own
+        captured = graphs._stepper.captured
     longer = SamplingParams(n=9, max_tokens=30)
     assert_same(graphs.generate(PROMPTS, longer, seed=3), eager.generate(PROMPTS, longer, seed=3), exact)
+    captured = graphs._stepper.captured
     graphs.sleep()
-    assert graphs._stepper.captured == 0
     graphs.wake()
+    assert graphs._stepper.captured == captured
     assert_same(graphs.generate(PROMPTS, PARAMS, seed=4), eager.generate(PROMPTS, PARAMS, seed=4), exact)

@@ -18,7 +18,7 @@ from lqrl.modeling.backbone import load_model
 from lqrl.quant import Lora, QuantScheme, add_adapters_, export_weights, prepare_, target_modules
 from lqrl.quant.checkpoint import load_quantized, resolve_scheme, save_quantized
 from lqrl.quant.checkpoint_reader import full_precision_config, holds_codes
-from lqrl.quant.compressed_format import ACTIVATIONS, quantization_config
+from lqrl.quant.compressed_format import quantization_config
 from lqrl.quant.kv import prepare_kv_
 from lqrl.quant.methods import linear_method
 from lqrl.quant.scheme import PRESETS
@@ -70,6 +70,10 @@ def edited(directory: Path, **changes: object) -> None:
         ("int8_w8a8+lm_head", "qwen3"),
         ("int4_w4a16_g32+lm_head", "qwen2"),
         ("fp8_per_channel+kv_fp8_static", "qwen3"),
+        ("int8_w8a8+lm_head+kv_fp8_static", "qwen2"),
+        ("int8_w8a16+kv_int8", "qwen2"),
+        ("fp8_per_channel+lm_head+kv_fp8", "qwen3"),
+        ("nvfp4_w4a4+kv_fp8", "qwen2"),
     ],
 )
 def test_the_engine_that_reads_it_back_is_the_engine_that_trained_it(name, family, tmp_path):
@@ -94,26 +98,6 @@ def test_an_engine_of_a_wider_dtype_loses_nothing(name, tmp_path):
     engine_of(policy.config, scheme, torch.float32).update_weights(tensors, policy_version=0)
     narrow, wide = dict(load_quantized(tmp_path)[1]), dict(load_quantized(tmp_path, dtype=torch.float32)[1])
     assert all(torch.equal(bits(wide[n].to(t.dtype)), bits(t)) for n, t in narrow.items())
-
-
-def test_nvfp4_activations_are_for_lqrl_alone(tmp_path):
-    """A vLLM that was told of them would read a calibrated scale that no checkpoint of lqrl has."""
-    policy = saved("nvfp4_w4a4", tmp_path / "w4a4")
-    saved("nvfp4_w4a16", tmp_path / "w4a16")
-    content, other = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("w4a4", "w4a16"))
-    arguments = content.pop(ACTIVATIONS)
-    assert (arguments["num_bits"], arguments["strategy"], arguments["dynamic"]) == (4, "tensor_group", True)
-    assert content == other  # weight-only, to all others
-    held, same = (load_file(tmp_path / d / "model.safetensors") for d in ("w4a4", "w4a16"))
-    assert held.keys() == same.keys()
-    assert all(torch.equal(bits(held[n]), bits(t)) for n, t in same.items())
-    masters = load_model(tmp_path / "w4a4", dtype=torch.float32)
-    assert ACTIVATIONS not in masters.config.to_dict()
-    assert resolve_scheme(tmp_path / "w4a4").activation == PRESETS["nvfp4_w4a4"].activation
-    (tmp_path / "w4a4" / "config.json").write_text(json.dumps(content | {ACTIVATIONS: arguments | {"num_bits": 6}}))
-    with pytest.raises(ValueError, match=f"{ACTIVATIONS} have 6 bits of type float"):
-        resolve_scheme(tmp_path / "w4a4")
-    assert ACTIVATIONS not in policy.config.to_dict()  # the export has a config of its own
 
 
 def test_skipped_layers_come_back_by_name_and_the_config_lists_what_is_not_quantized(tmp_path):

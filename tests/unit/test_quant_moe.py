@@ -150,6 +150,21 @@ def test_a_plain_and_a_prepared_model_export_the_same(name):
         list(export_weights(plain, scheme, export_dtype=torch.bfloat16))
 
 
+def test_experts_that_a_known_module_comes_to_hold_are_quantized():
+    policy, scheme = moe(), QuantScheme.preset("int8_w8a8")
+    experts = policy.get_submodule(EXPERTS)
+    wanted = dict(export_weights(policy, scheme, export_dtype=torch.float32))
+    weights = dict(experts.named_parameters(recurse=False))
+    for name in weights:
+        delattr(experts, name)
+    assert not [n for n, _ in export_weights(policy, scheme, export_dtype=torch.float32) if n.startswith(EXPERTS)]
+    for name, weight in weights.items():
+        experts.register_parameter(name, weight)
+    found = dict(export_weights(policy, scheme, export_dtype=torch.float32))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(bits(found[n]), bits(t)) for n, t in wanted.items())
+
+
 def test_aligned_experts_round_their_own_masters():
     policy, _ = built("int8_w8a8", torch.bfloat16)
     cast = cast_parameters(policy, torch.bfloat16)

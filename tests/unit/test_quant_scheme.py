@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
-from jsonargparse import auto_cli
+from jsonargparse import ArgumentParser, auto_cli
 from quant_families import FAMILIES, LAYERS, LINEARS_PER_LAYER, tiny_model
 from torch import nn
 
 from lqrl.quant.methods import linear_method
 from lqrl.quant.prepare import convert_, prepare_
-from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
+from lqrl.quant.scheme import PRESETS, QuantScheme, TensorFormat, target_modules
 
 INT8 = QuantScheme.preset("int8_w8a8")
 
@@ -42,6 +44,20 @@ def _take(scheme: str | QuantScheme) -> QuantScheme:
     return QuantScheme.parse(scheme)
 
 
+class Taker:
+    """As in a recipe: an option of a class."""
+
+    def __init__(self, scheme: str | QuantScheme) -> None:
+        self.scheme = QuantScheme.parse(scheme)
+
+
+def _scheme_from_words(words: list[str]) -> QuantScheme:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Taker, "model")
+    config = parser.parse_args([f"--model={__name__}.Taker", *words])
+    return parser.instantiate_classes(config).model.scheme  # as LightningCLI does
+
+
 def _scheme_from_yaml(text: str, tmp_path) -> QuantScheme:
     path = tmp_path / "config.yaml"
     path.write_text(text)
@@ -62,6 +78,42 @@ scheme:
 """
     expected = dataclasses.replace(INT8, name="int8_but_down", skip=("*.down_proj",))
     assert _scheme_from_yaml(text, tmp_path) == expected
+
+
+def test_yaml_can_leave_layers_out_of_a_preset(tmp_path):
+    scheme = _scheme_from_yaml('scheme: {name: nf4+lm_head, skip: ["*.down_proj"]}\n', tmp_path)
+    assert scheme == dataclasses.replace(QuantScheme.preset("nf4+lm_head"), skip=("*.down_proj",))
+
+
+@pytest.mark.parametrize("before", ["int8_w8a8", "{name: int4_w4a16, skip: ['*.o_proj']}"])
+def test_the_command_line_can_leave_layers_out_of_a_preset(before):
+    words = [f"--model.scheme={before}", "--model.init_args.scheme.name=nf4"]
+    scheme = _scheme_from_words([*words, "--model.init_args.scheme.skip", '["*.down_proj"]'])
+    assert scheme == dataclasses.replace(QuantScheme.preset("nf4"), skip=("*.down_proj",))
+
+
+def test_other_formats_under_the_name_of_a_preset_are_refused():
+    spelled_out = "{name: mine, weight: {dtype: int8, granularity: channel}}"
+    with pytest.raises(ValueError, match="leave both out"):
+        _scheme_from_words([f"--model.scheme={spelled_out}", "--model.scheme.name=nf4"])
+
+
+def test_a_preset_by_name_is_that_preset_and_never_no_quantization():
+    for name in PRESETS:
+        assert QuantScheme(name) == dataclasses.replace(QuantScheme.preset(name), name=name)
+    full = QuantScheme("fp8_per_channel", lm_head=True, kv_cache=TensorFormat("fp8_e4m3", "tensor"))
+    assert full == dataclasses.replace(QuantScheme.preset("fp8_per_channel+lm_head+kv_fp8_static"), name=full.name)
+    assert QuantScheme("none", kv_cache=full.kv_cache).weight is None
+
+
+def test_a_layer_that_a_preset_cannot_hold_is_answered_with_what_to_write(tmp_path):
+    with pytest.raises(ValueError, match="down_proj has 48 inputs") as error:
+        prepare_(tiny_model("llama"), QuantScheme.preset("int4_w4a16_g32"), export_dtype=torch.float32)
+    recipe, command = re.findall(r"(scheme: \{.*?\}) \((.*)\)", str(error.value))[0]
+    told = _scheme_from_yaml(recipe, tmp_path)
+    assert _scheme_from_words(["--model.scheme=int8_w8a8", *shlex.split(command)]) == told
+    prepared = prepare_(tiny_model("llama"), told, export_dtype=torch.float32)
+    assert len(prepared) == LAYERS * (LINEARS_PER_LAYER - 1)
 
 
 @pytest.mark.parametrize("option", [{"activation": TensorFormat("int8", "token")}, {"skip": ("*.down_proj",)}])

@@ -107,7 +107,7 @@ HOST_FAULTS: dict[str, tuple[Callable[[Stream], Stream], str]] = {
     "unknown": (lambda w: [*w, ("model.extra", torch.zeros(1))], "no tensor named model.extra"),
     "shape": (replaced(3, lambda t: t[:1]), r"{name} has shape \(1,.*\), the engine's is \("),
     "dtype": (replaced(3, lambda t: t.double()), r"{name} is torch\.float64, the engine's is"),
-    "meta": (replaced(3, lambda t: t.to("meta")), "stream of weights failed after 3 tensors"),
+    "meta": (replaced(3, lambda t: t.to("meta")), "{name} is on the meta device"),
 }
 
 

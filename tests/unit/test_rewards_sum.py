@@ -7,15 +7,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lqrl.data import Countdown
+from lqrl.data import Arithmetic, Countdown, JsonLines, PromptDataset, PromptSource, Sort
+from lqrl.modeling.sources import load_tokenizer
 from lqrl.rewards import (
     ExactAnswer,
     FormatReward,
+    MathReward,
     OverlongPenalty,
     RewardError,
     RewardSum,
     RewardTerm,
     TaskReward,
+    reference_answer,
 )
 from lqrl.types import Completion, Prompt
 
@@ -156,8 +159,39 @@ def test_exact_answer_reads_the_end_only() -> None:
 
 
 def test_missing_reference_answer_says_what_to_set() -> None:
-    with pytest.raises(ValueError, match="prompt 77 has no reference answer; set answer_field"):
+    with pytest.raises(ValueError, match="prompt 77: no reference answer; set answer_field"):
         score(ExactAnswer(), None, "18")
+
+
+def prompts_of(tmp_path, *lines: str) -> list[Prompt]:
+    path = tmp_path / "val.jsonl"
+    path.write_text("\n".join(lines))
+    tokenizer = load_tokenizer("asset:countdown_policy")
+    return PromptDataset(PromptSource(JsonLines(str(path)), answer_field=None), tokenizer).prompts
+
+
+@dataclass(frozen=True)
+class Own:
+    """A reward as the README writes one."""
+
+    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        gold = reference_answer(prompt)
+        return [float(gold in c.text) for c in completions]
+
+
+@pytest.mark.parametrize("fn", [Own(), ExactAnswer(), MathReward(), TaskReward(Arithmetic()), TaskReward(Sort())])
+def test_a_row_without_its_answer_is_named_and_never_scores_0(tmp_path, fn) -> None:
+    prompts = prompts_of(tmp_path, "", '{"prompt": "1 2=3:"}')
+    with pytest.raises(RewardError, match=r"val\.jsonl, line 2: .*answer"):
+        RewardSum([RewardTerm(fn, "correct")]).score(prompts, [[completion("no number")]])
+
+
+@pytest.mark.parametrize("columns", ["", ', "numbers": [1, 2]', ', "numbers": [1, 2], "target": null'])
+@pytest.mark.parametrize("text", ["1+2", "no expression"])
+def test_a_row_without_a_column_of_the_task_is_named_whatever_the_text(tmp_path, columns, text) -> None:
+    prompts = prompts_of(tmp_path, f'{{"prompt": "1 2=3:"{columns}}}')
+    with pytest.raises(RewardError, match=r"val\.jsonl, line 1: .*needs the column '(target|numbers)'"):
+        RewardSum([RewardTerm(TaskReward(Countdown()), "correct")]).score(prompts, [[completion(text)]])
 
 
 def test_format_reward_wants_the_whole_text() -> None:

@@ -21,6 +21,7 @@ from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.packed import PackedWeight, as_bytes
 
 DTYPES = (torch.float32, torch.bfloat16)
+_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -98,6 +99,24 @@ def check_groups_and_blocks(device: torch.device) -> None:
             y = x[:, :128]
             codes, scale = q.quantize_int4_group(y, size, dtype)
             same(t.quantize_int4_group(y, size, dtype, 7.0), (q.pack_int4(codes), scale.to(dtype)), f"int4 {dtype}")
+
+
+def check_largest_numbers(device: torch.device) -> None:
+    from lqrl.quant import triton_quantize, triton_row_batch
+
+    for dtype in DTYPES:
+        x = rows(device, 40, dtype)[:4]
+        words = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(_WORDS[dtype])
+        for row in range(4):
+            x[row, row] = (words - row).view(dtype)
+        wanted = q.quantize_int8_channel(x)
+        assert q.dequantize(*wanted, dtype).isfinite().all()
+        same(triton_quantize.quantize_int8_rows(x, 127.0, q.WEIGHT_AMAX_FLOOR), wanted, f"int8 {dtype}")
+        same(triton_row_batch.quantize_many([x], dtype, 127.0, q.WEIGHT_AMAX_FLOOR)[0], wanted, f"together {dtype}")
+        codes, scale = q.quantize_int4_group(x, 8, dtype)
+        assert q.dequantize_int4_group(codes, scale, dtype).isfinite().all()
+        got = triton_quantize.quantize_int4_group(x, 8, dtype, 7.0)
+        same(got, (q.pack_int4(codes), scale.to(dtype)), f"int4 {dtype}")
 
 
 def check_tensor(device: torch.device) -> None:
@@ -331,6 +350,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_rows,
         check_many_rows,
         check_groups_and_blocks,
+        check_largest_numbers,
         check_tensor,
         check_int8_gemm,
         check_fp8_block_gemm,

@@ -10,7 +10,7 @@ import lightning as L
 
 from lqrl.engines.base import WeightStage
 from lqrl.learner.module import PolicyModule
-from lqrl.learner.refresh import refresh_engines
+from lqrl.learner.refresh import refresh_engines, refresh_metrics
 
 
 class EngineRefresh(L.Callback):
@@ -20,8 +20,7 @@ class EngineRefresh(L.Callback):
     version or weights differ from what was shipped. A state that a strategy restores late (``ModelParallelStrategy``
     does, after ``on_fit_start``) is thus seen.
 
-    Logged after each iteration: ``refresh/seconds``, ``refresh/elements_changed_fraction``,
-    ``refresh/codes_changed_fraction``, and the stages' own metrics.
+    Logged after each iteration: `lqrl.learner.refresh.refresh_metrics` and the stages' own.
 
     Args:
         stages: change the exported weights on their way to the rollout engine, in order, such as
@@ -57,26 +56,22 @@ class EngineRefresh(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The new version, after each iteration."""
-        report = self._refresh(pl_module, full_precision=False)
+        assert isinstance(pl_module, PolicyModule)
+        report = refresh_engines(pl_module, self.stages, full_precision=False)
         if report is None:
             return
+        metrics, quantizes = refresh_metrics(report, pl_module.scheme), pl_module.scheme.quantizes
         stepped = trainer.callback_metrics.get("train/skipped_steps", 0.0) == 0.0
         if stepped and report.elements_changed_fraction == 0.0 and report.codes_changed_fraction == 0.0:
             warnings.warn(
                 f"refresh to version {report.policy_version} changed no element of the engine: the optimizer's steps "
-                "are below the resolution of the exported weights; raise the learning rate, or add UAQ to transforms",
+                "are below the resolution of the exported weights; raise the learning rate"
+                + (", or add UAQ to transforms" if quantizes else ""),
                 stacklevel=1,
             )
-        pl_module.log_dict(
-            {
-                "refresh/seconds": report.seconds,
-                "refresh/elements_changed_fraction": report.elements_changed_fraction,
-                "refresh/codes_changed_fraction": report.codes_changed_fraction,
-                **{name: value for stage in self.stages for name, value in stage.metrics.items()},
-            },
-            batch_size=1,
-        )
+        of_stages = {name: value for stage in self.stages for name, value in stage.metrics.items()}
+        pl_module.log_dict(metrics | of_stages, batch_size=1)
 
-    def _refresh(self, module: L.LightningModule, *, full_precision: bool = True) -> Any:
+    def _refresh(self, module: L.LightningModule, *, full_precision: bool = True) -> None:
         assert isinstance(module, PolicyModule)
-        return refresh_engines(module, self.stages, full_precision=full_precision)
+        refresh_engines(module, self.stages, full_precision=full_precision)

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lqrl.callbacks.run_folder import run_folder
+from lqrl.callbacks.run_folder import keeps_files, run_folder
 from lqrl.learner.module import PolicyModule
 from lqrl.modeling.precision import parse_dtype
 from lqrl.quant import QuantScheme
@@ -49,8 +49,10 @@ class HFExport(L.Callback):
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Export once, on rank 0."""
+        """Export once, on rank 0; not after a dry run."""
         assert isinstance(pl_module, PolicyModule)
+        if not keeps_files(trainer):
+            return
         target = self.target(trainer)  # a collective: before the gate
         if trainer.is_global_zero:
             export(pl_module, target, dtype=self.dtype or pl_module.compute_dtype)

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lqrl.callbacks.run_folder import checkpoint_folder, run_folder
+from lqrl.callbacks.run_folder import checkpoint_folder, keeps_files, last_checkpoint, resume_command
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -20,18 +20,21 @@ class InterruptCheckpoint(Checkpoint):
     """First Ctrl-C or SIGTERM: finish the iteration, save ``interrupted.ckpt``, stop. Second: stop at once.
 
     An iteration is saved whole: a checkpoint in the middle of one would have drawn prompts that were never learned.
+    A run that is stopped at once says what it can be resumed from, and a dry run (``fast_dev_run``) saves nothing.
     (A `Checkpoint` by class so that Lightning runs it after all other callbacks of the iteration.)
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._told = self._listens = False
         self._previous: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen; only the main thread can."""
-        self.received = None
+        self.received, self._told = None, False
         if threading.current_thread() is threading.main_thread():
             self._previous = {s: signal.signal(s, self._receive) for s in _SIGNALS}
+            self._listens = True
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -43,13 +46,13 @@ class InterruptCheckpoint(Checkpoint):
         raise KeyboardInterrupt
 
     def _save(self, trainer: L.Trainer) -> None:
+        self._told = True
+        if not keeps_files(trainer):
+            rank_zero_info("Stopped after a whole iteration of a dry run (fast_dev_run): nothing is saved.")
+            return
         path = checkpoint_folder(trainer) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
-        folder = run_folder(trainer)
-        rank_zero_info(
-            f"Stopped after a whole iteration. Resume with:\n"
-            f"  lqrl fit --config {folder}/config.yaml --ckpt_path {path}"
-        )
+        rank_zero_info(f"Stopped after a whole iteration. Resume with:\n  {resume_command(trainer, path)}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A signal after the last iteration: nothing is left to stop, but the promise to save holds."""
@@ -61,10 +64,17 @@ class InterruptCheckpoint(Checkpoint):
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stop listening."""
+        """Stop listening; after Ctrl-C, say what there is to go on from."""
         self._restore()
+        if isinstance(exception, KeyboardInterrupt) and not self._told:
+            self._told = True
+            rank_zero_info(what_is_left(trainer))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._listens:  # Lightning's teardown puts back the handlers that it found, and this was one
+            signal.signal(number, self._previous[number])
+            signal.raise_signal(number)
+            return
         if self.received is not None:
             self._restore()
             raise KeyboardInterrupt
@@ -73,6 +83,18 @@ class InterruptCheckpoint(Checkpoint):
         print(f"\n{name}: finishing the iteration, then saving. Once more stops at once.", flush=True)
 
     def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        if self._listens:
+            self._listens = False
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+
+def what_is_left(trainer: L.Trainer) -> str:
+    """What a run that was stopped between two checkpoints can go on from."""
+    last = last_checkpoint(trainer)
+    if last is not None:
+        command = resume_command(trainer, last)
+        return f"Stopped before the iteration ended. Resume from the last checkpoint with:\n  {command}"
+    if trainer.ckpt_path is not None:
+        return f"Stopped before anything new was saved. The same command resumes from {trainer.ckpt_path} again."
+    return "Stopped before the first checkpoint: nothing is saved. Start again with the same command."

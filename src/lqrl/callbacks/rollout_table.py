@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lqrl.callbacks.run_folder import run_folder
+from lqrl.callbacks.run_folder import keeps_files, run_folder
 from lqrl.learner.module import PolicyModule
 from lqrl.rollouts import Rollouts
 
@@ -23,7 +23,7 @@ class RolloutTable(L.Callback):
         every_n_iterations: how often the table is printed; 0 never.
         rows: texts of one table; the best and the worst of the iteration.
         width: most characters shown of a text.
-        save: write ``rollouts.jsonl`` (rank 0's rollouts; each line one completion).
+        save: write ``rollouts.jsonl`` (rank 0's rollouts; each line one completion); a dry run writes none.
     """
 
     def __init__(self, every_n_iterations: int = 10, rows: int = 4, width: int = 60, save: bool = True) -> None:
@@ -39,7 +39,7 @@ class RolloutTable(L.Callback):
             return
         iteration = pl_module.iteration - 1
         records = rollout_records(rollouts, iteration)
-        if self.save:
+        if self.save and keeps_files(trainer):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)

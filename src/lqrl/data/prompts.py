@@ -208,6 +208,7 @@ class PromptDataset(Dataset[Prompt]):
             text=text,
             answer=answer,
             fields=_other_fields(row, (source.prompt_field, source.answer_field)),
+            where=where,
         )
 
 

@@ -179,11 +179,12 @@ class Countdown(Task):
 
     def check(self, row: Mapping[str, Any], text: str) -> bool:
         """Whether ``text`` is one expression over exactly ``row["numbers"]`` that equals ``row["target"]``."""
+        target, numbers = row["target"], sorted(row["numbers"])  # first: a row without them is no wrong answer
         try:
             value, used = parse_expression(text.strip(), operators=self.operators)
         except ExpressionError:
             return False
-        return value == row["target"] and sorted(used) == sorted(row["numbers"])
+        return value == target and sorted(used) == numbers
 
 
 @dataclass(frozen=True)
@@ -286,11 +287,11 @@ class Arithmetic(Task):
 
     def check(self, row: Mapping[str, Any], text: str) -> bool:
         """Whether the integer that ``text`` answers with is ``row["answer"]``; only the last 2000 characters count."""
-        text = text[-2000:].strip()
+        text, answer = text[-2000:].strip(), row["answer"]
         if not self.last_number:
-            return text == str(row["answer"])
+            return text == str(answer)
         found = _INTEGER.findall(text)
-        return bool(found) and int(found[-1]) == int(row["answer"])
+        return bool(found) and int(found[-1]) == int(answer)
 
 
 def _check_operators(operators: str, accepted: str, owner: str) -> None:

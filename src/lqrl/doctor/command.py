@@ -6,6 +6,8 @@ import argparse
 import io
 import json
 import logging
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,19 +34,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line; ``None`` for those of the process.
 
     Returns:
-        0, or 1 when a part that is installed fails its self-test.
+        0, or 1 when a part that is installed fails its self-test; 141, as a shell reports it, when the reader of the
+        output has gone, such as ``head``.
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="lqrl doctor", description=DESCRIPTION, formatter_class=formatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object in the place of tables")
     options = parser.parse_args(arguments)
+    try:
+        status = _report(as_json=options.json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered cannot be written at exit
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _report(*, as_json: bool) -> int:
     found: list[Section] = []
     for section in _quietly(_sections()):
         found.append(section)
-        if not options.json:
+        if not as_json:
             print(f"{section}\n", flush=True)
     failed = [f"{section.title}: {row.name}" for section in found for row in section.rows if row.status == "FAILED"]
-    if options.json:
+    if as_json:
         sections = [section.as_json() for section in found]
         print(json.dumps({"lqrl": lqrl.__version__, "failed": failed, "sections": sections}, indent=2))
     elif failed:

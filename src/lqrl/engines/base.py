@@ -135,10 +135,13 @@ class RolloutEngine(ABC):
         """
 
     def wake(self) -> None:
-        """Take back the memory that `sleep` gave up."""
+        """Take back the memory that `sleep` gave up, at once or when it is needed; again is no error."""
 
     def sleep(self) -> None:
-        """Give up memory that generation needs and training does not."""
+        """Give up memory that generation needs and training does not; again is no error.
+
+        The learner calls it before it learns from rollouts. `generate` raises until `wake`.
+        """
 
 
 class EngineFactory(ABC):

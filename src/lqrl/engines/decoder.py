@@ -89,6 +89,12 @@ class Decoder:
         self._max_positions = spec.max_model_len
         self._chosen = False
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and of the copies that kernels read, each storage once."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *([] if self.head is None else [self.head])]
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
     def __call__(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states ``[N, H]`` of ``tokens`` ``[N]`` at ``positions`` ``[N]``."""
         if self.lean is not None:

@@ -29,7 +29,9 @@ def check_prompts(
         if tokens + params.max_tokens > max_model_len:
             raise ValueError(
                 f"prompt {prompt.id} has {tokens} tokens and max_tokens={params.max_tokens} more do not fit "
-                f"max_model_len={max_model_len}; shorten the prompt, lower max_tokens or raise EngineSpec.max_model_len"
+                f"max_model_len={max_model_len}, the positions of the model (max_position_embeddings); lower "
+                "model.init_args.sampling.max_tokens, leave out long prompts with data.init_args.max_prompt_tokens and "
+                "overlong: drop in data.init_args.train and val, or take a model with more positions"
             )
         if min(prompt.input_ids) < 0 or max(prompt.input_ids) >= vocabulary:
             raise ValueError(

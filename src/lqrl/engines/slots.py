@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.layers import Rotation
+from lqrl.engines.releasable import ReleasableMemory, padded, releasable_memory
 from lqrl.modeling.attention import AttentionContext, PackedContext, decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
+from lqrl.phases import phase
 from lqrl.quant import exact
 from lqrl.quant.kv import Cached, KVCacheMethod
+
+log = logging.getLogger(__name__)
 
 
 class SlotCache:
@@ -28,6 +33,8 @@ class SlotCache:
         method: the cache's low-bit format, or ``None``.
         scales: calibrated scale of each layer's keys and values, read when they are used.
         exact: attention over the cache is exact, see `lqrl.modeling.exact`.
+        releasable: the storage can be given away between two calls of ``generate``, see
+            `lqrl.engines.releasable.ReleasableMemory`; on CUDA it does not move then.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class SlotCache:
         method: KVCacheMethod | None = None,
         scales: Sequence[tuple[Tensor, Tensor]] = (),
         exact: bool = False,
+        releasable: bool = False,
     ) -> None:
         self.shapes = list(shapes)
         self.dtype = dtype
@@ -47,14 +55,26 @@ class SlotCache:
         self.length = 0
         self._method = method
         self._layer_scales = [(k.to(device), v.to(device)) for k, v in scales]
+        self._releasable = releasable
+        self._memory: ReleasableMemory | None = None  # of a releasable cache that has storage
         self._capacity = 0
         self._storage: list[tuple[Tensor, ...]] = []
         self._views: list[tuple[Tensor, ...]] = []  # keys, values and, per token and head, their scales
 
     @property
+    def held(self) -> bool:
+        """Whether the memory is there; nothing may read or write the cache while it is released."""
+        return self._memory is None or self._memory.held
+
+    @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(flat.nbytes for layer in self._storage for flat in layer)
+        return sum(flat.nbytes for layer in self._storage for flat in layer) if self.held else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token, in all layers."""
+        return sum(shape.kv_heads * width * t.itemsize for shape in self.shapes for width, t in self._parts(shape))
 
     @property
     def geometry(self) -> tuple[int, int, int]:
@@ -64,17 +84,16 @@ class SlotCache:
     def reserve(self, slots: int, length: int, keep: bool = False) -> None:
         """Make room for ``slots`` sequences of at most ``length`` tokens; what was cached is gone.
 
-        ``keep`` leaves more and longer slots as they are, for those who remember where they lie.
+        ``keep`` leaves more and longer slots as they are, for those who remember where they lie. Released memory is
+        taken back.
         """
+        if slots * length > self._capacity:
+            self.free()
+            self._storage = self._allocate(slots * length)
+            self._capacity = slots * length
+        self.restore()
         if keep and slots <= self.slots and length <= self.length:
             return
-        if slots * length > self._capacity:
-            self.release()
-            self._capacity = slots * length
-            self._storage = [
-                tuple(self._zeros(shape.kv_heads * width, dtype) for width, dtype in self._parts(shape))
-                for shape in self.shapes
-            ]
         self.slots, self.length = slots, length
         self._views = [
             tuple(
@@ -84,15 +103,45 @@ class SlotCache:
             for shape, layer in zip(self.shapes, self._storage, strict=True)
         ]
 
-    def release(self) -> None:
-        """Give the memory back."""
+    def release(self) -> int:
+        """Give the memory of a releasable cache away, and with it all that is cached; bytes that were given."""
+        if self._memory is None or not self._memory.held:
+            return 0
+        with phase("memory"):
+            given = self._memory.release()
+        log.info("the key/value cache gave %.2f GiB away", given / 2**30)
+        return given
+
+    def restore(self) -> int:
+        """Take the memory back, empty; bytes that were taken. See `ReleasableMemory.restore` for what it raises."""
+        if self._memory is None or self._memory.held:
+            return 0
+        with phase("memory"):
+            taken = self._memory.restore()
+            self.clear()
+        log.info("the key/value cache took %.2f GiB back", taken / 2**30)
+        return taken
+
+    def free(self) -> None:
+        """Give all memory back for good: the next one lies elsewhere."""
         self.slots = self.length = self._capacity = 0
         self._storage, self._views = [], []
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def check_held(self) -> None:
+        """Raise a RuntimeError while the memory is released: on CUDA a kernel that uses it would end the process."""
+        if not self.held:
+            raise RuntimeError("the key/value cache is released; `SlotCache.reserve` takes its memory back")
 
     def clear(self) -> None:
-        """Zero the storage: a value that was NaN would outlive its weights (0 * NaN) where keys are masked."""
-        for layer in self._storage:
-            for flat in layer:
+        """Zero the storage: a value that was NaN would outlive its weights (0 * NaN) where keys are masked.
+
+        Released memory comes back zeroed.
+        """
+        if self.held:
+            for flat in (flat for layer in self._storage for flat in layer):
                 flat.zero_()
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -104,7 +153,7 @@ class SlotCache:
                 self._method.quantize(x, scale) for x, scale in zip((keys, values), scales, strict=True)
             )
             parts = [keys, values, k_scale, v_scale] if self._method.per_token else [keys, values]
-        for view, new in zip(self._views[layer], parts, strict=True):
+        for view, new in zip(self._views_of(layer), parts, strict=True):
             width = view.shape[3]
             # Models make [N, Hkv, D] and hand out a transposed view of it, so this reshape copies nothing.
             flat = new[0].transpose(0, 1).reshape(-1, width)
@@ -120,7 +169,7 @@ class SlotCache:
         from lqrl.engines.triton_cache_write import rotate_and_store
 
         scales = self._layer_scales[layer] if self._method is not None else None
-        return rotate_and_store(product, rotation, positions, slots, self._views[layer], self._method, scales)
+        return rotate_and_store(product, rotation, positions, slots, self._views_of(layer), self._method, scales)
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, Hkv, length, D]`` of the first slots and tokens, in the cache's ``dtype``."""
@@ -129,7 +178,7 @@ class SlotCache:
 
     def stored(self, layer: int, slots: int, length: int) -> tuple[Tensor | Cached, Tensor | Cached]:
         """The keys and values of `read` as they lie here: under a low-bit format codes with their scales."""
-        live = [view[:slots, :, :length] for view in self._views[layer]]
+        live = [view[:slots, :, :length] for view in self._views_of(layer)]
         if self._method is None:
             return live[0], live[1]
         k_scale, v_scale = live[2:] if self._method.per_token else self._layer_scales[layer]
@@ -149,6 +198,7 @@ class SlotCache:
 
     def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` to slots ``target`` (of equal number, disjoint)."""
+        self.check_held()
         at = torch.tensor([source, target], device=self.device)
         for cache in (_plain(view) for layer in self._views for view in layer):
             cache[at[1], :, :length] = cache[at[0], :, :length]
@@ -159,8 +209,20 @@ class SlotCache:
         parts = [(shape.key_width, codes), (shape.value_width, codes)]
         return [*parts, *[(1, torch.float32)] * 2] if self._method is not None and self._method.per_token else parts
 
-    def _zeros(self, width: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self._capacity * width, dtype=dtype, device=self.device)
+    def _allocate(self, capacity: int) -> list[tuple[Tensor, ...]]:
+        """Zeros for ``capacity`` tokens: the flat storage of each layer."""
+        flats = [
+            [(capacity * shape.kv_heads * width, dtype) for width, dtype in self._parts(shape)] for shape in self.shapes
+        ]
+        if not self._releasable:
+            return [tuple(torch.zeros(n, dtype=t, device=self.device) for n, t in layer) for layer in flats]
+        size = sum(padded(n * dtype.itemsize) for layer in flats for n, dtype in layer)
+        self._memory = memory = releasable_memory(size, self.device)
+        return [tuple(memory.tensor((n,), dtype).zero_() for n, dtype in layer) for layer in flats]
+
+    def _views_of(self, layer: int) -> tuple[Tensor, ...]:
+        self.check_held()
+        return self._views[layer]
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.decoder import Decoder
-from lqrl.engines.sampling import Sampled, sample, sample_exact
+from lqrl.engines.sampling import Sampled, has_draw_kernel, sample, sample_exact
 from lqrl.engines.slots import DecodeContext, SlotCache
 from lqrl.types import SamplingParams
 
@@ -43,22 +43,22 @@ class Stepper:
     The host writes last tokens and positions of the slots, and one uniform for each token to come; `run` leaves what
     was drawn in a ring of as many steps as pass between two looks of the host. All of it lies in buffers that do not
     move, so on CUDA a step is captured once for each number of rows (rounded up, see `bucket`) and replayed. Rows
-    beyond the running ones work on slots that nobody uses. Graphs read the weights where they are and survive a
-    refresh.
+    beyond the running ones work on slots that nobody uses. Graphs read weights and cache where they are; they survive a
+    refresh, and a cache that is released and comes back.
 
     Args:
         decoder: the model.
         cache: its keys and values.
         interval: most steps of one `run`.
-        capture: use CUDA graphs where a step can be captured: on CUDA, when the decoder runs lean and nothing that is
-            drawn is truncated.
+        capture: use CUDA graphs where a step can be captured: on CUDA, when the decoder runs lean and tokens are drawn
+            without asking the host.
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, interval: int, capture: bool) -> None:
         self._decoder, self._cache, self.interval = decoder, cache, interval
         self._capture = capture and cache.device.type == "cuda"
         self._params = SamplingParams()
-        self._graphs: dict[tuple[int, float], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, float, int, float], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # memory that the graphs share: only one of them runs
         self._geometry: object = None
         self._context: DecodeContext | None = None
@@ -82,7 +82,8 @@ class Stepper:
     def reserve(self, slots: int, length: int, params: SamplingParams) -> None:
         """Make room for ``slots`` sequences of at most ``length`` tokens; what buffers and cache held is gone."""
         self._params = params
-        self._captures = self._capture and not params.truncates and self._decoder.lean is not None
+        free = has_draw_kernel(params, self._decoder.device, self._decoder.vocabulary) or not params.truncates
+        self._captures = self._capture and free and self._decoder.lean is not None
         wide = bucket(slots) if self._captures else slots
         self._cache.reserve(wide, length, keep=self._captures)
         if wide > len(self.tokens):
@@ -91,11 +92,6 @@ class Stepper:
         if self._cache.geometry != self._geometry:
             self._drop_graphs()
             self._geometry = self._cache.geometry
-
-    def release(self) -> None:
-        """Forget the captured steps, whose memory is that of the cache."""
-        self._drop_graphs()
-        self._geometry = None
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
@@ -117,6 +113,7 @@ class Stepper:
 
     def run(self, steps: int) -> Steps:
         """Draw ``steps`` tokens for every running slot; their uniforms are in the first rows of ``uniforms``."""
+        self._cache.check_held()  # a replayed step looks at nothing
         self._at.zero_()
         for _ in range(steps):
             self._step()
@@ -130,7 +127,7 @@ class Stepper:
             self._draw(self._rows, self._context)
             self._context.advance()
             return
-        key = self._wide, self._params.temperature
+        key = self._wide, self._params.temperature, self._params.top_k, self._params.top_p
         if key in self._graphs:
             self._graphs[key].replay()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -21,7 +22,7 @@ from lqrl.engines.decoder import Decoder
 from lqrl.engines.generation import Generation
 from lqrl.engines.prompts import check_prompts
 from lqrl.engines.slots import SlotCache
-from lqrl.engines.stepper import Stepper
+from lqrl.engines.stepper import Stepper, bucket
 from lqrl.engines.transaction import HeldTensors, model_digest, write_weights_
 from lqrl.quant.kv import kv_method, kv_scales
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
@@ -50,6 +51,11 @@ class TorchEngineFactory(EngineFactory):
         max_num_batched_tokens: most prompt tokens in one prefill.
         kv_cache_tokens: most tokens the cache holds; fewer samples run together when they would need more. ``None``
             sets no limit beside ``max_num_seqs``.
+        gpu_memory_utilization: on CUDA, the engine's share of the GPU's memory, its weights and cache; the learner has
+            the rest. Limits the cache as ``kv_cache_tokens`` does. Activations and graphs come on top. ``None`` sets
+            no limit.
+        sleep_level: what `TorchEngine.sleep` gives up: 0 nothing, 1 the cache. The weights, and the captured steps,
+            which stay valid, are kept.
         host_interval: decode steps between two looks at the device for finished samples; ``None`` is 1 on the CPU
             and 8 elsewhere. Samples do not depend on it.
         fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
@@ -58,12 +64,14 @@ class TorchEngineFactory(EngineFactory):
         cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`.
 
     Raises:
-        ValueError: when a number is below 1.
+        ValueError: when a number is outside its range.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    sleep_level: Literal[0, 1] = 0
     host_interval: int | None = None
     fused: bool = True
     cuda_graphs: bool = True
@@ -73,6 +81,11 @@ class TorchEngineFactory(EngineFactory):
             value = self.__dict__[name]
             if value is not None and value < 1:
                 raise ValueError(f"TorchEngineFactory.{name} must be at least 1, got {value}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"TorchEngineFactory.gpu_memory_utilization must be in (0, 1], got {share}")
+        if self.sleep_level not in (0, 1):
+            raise ValueError(f"TorchEngineFactory.sleep_level must be 0 or 1, got {self.sleep_level}")
 
     def __call__(self, spec: EngineSpec) -> TorchEngine:
         """Build an engine; it refuses to generate until its first refresh."""
@@ -87,15 +100,23 @@ class TorchEngine(RolloutEngine):
     Args:
         spec: what to build.
         options: see `TorchEngineFactory`.
+
+    Raises:
+        ValueError: when ``gpu_memory_utilization`` is set and the device is no GPU.
     """
 
     def __init__(self, spec: EngineSpec, options: TorchEngineFactory) -> None:
+        if options.gpu_memory_utilization is not None and spec.device.type != "cuda":
+            raise ValueError(
+                f"TorchEngineFactory.gpu_memory_utilization is a share of a GPU, the engine is on {spec.device}: set "
+                "kv_cache_tokens"
+            )
         self.spec = spec
         self.options = options
         self.decoder = Decoder(spec, options.fused)
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
-        self._asleep = False
+        self._asleep = self._generating = False
         self._cache = SlotCache(
             [shape for _, shape in sorted(self.decoder.shapes.items())],
             spec.dtype,
@@ -103,6 +124,7 @@ class TorchEngine(RolloutEngine):
             kv_method(spec.scheme),
             kv_scales(self.decoder.model, spec.scheme),
             spec.exact,
+            releasable=options.sleep_level > 0,
         )
         interval = options.host_interval or (1 if spec.device.type == "cpu" else 8)
         self._stepper = Stepper(self.decoder, self._cache, interval, options.cuda_graphs)
@@ -116,7 +138,7 @@ class TorchEngine(RolloutEngine):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the key/value cache."""
+        """Bytes of the key/value cache, 0 while it is given away."""
         return self._cache.bytes
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
@@ -150,7 +172,11 @@ class TorchEngine(RolloutEngine):
                 max_slots=slots,
                 prefill_tokens=self.options.max_num_batched_tokens,
             )
-            generation.run()
+            self._generating = True
+            try:
+                generation.run()
+            finally:
+                self._generating = False
             completions = generation.completions(self.policy_version)
         self._stats = EngineStats(
             self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
@@ -182,12 +208,17 @@ class TorchEngine(RolloutEngine):
         return replace(report, seconds=time.perf_counter() - started)
 
     def wake(self) -> None:
-        """Allow generation again; the cache comes back with the next call."""
+        """Allow generation again; the cache comes back with the next call of `generate`."""
         self._asleep = False
 
     def sleep(self) -> None:
-        """Release the cache; the weights stay."""
-        self._stepper.release()
+        """Give up what ``sleep_level`` says. Between two calls of `generate` the cache holds nothing that is needed.
+
+        Raises:
+            RuntimeError: inside of `generate`, whose samples would lose their keys and values.
+        """
+        if self._generating:
+            raise RuntimeError("the engine is generating and cannot sleep; call sleep() after generate() has returned")
         self._cache.release()
         self._asleep = True
 
@@ -214,11 +245,26 @@ class TorchEngine(RolloutEngine):
 
     def _slots(self, prompts: Sequence[Prompt], params: SamplingParams) -> int:
         """Samples that may run together within the cache's budget."""
-        budget, length = self.options.kv_cache_tokens, max(len(p.input_ids) for p in prompts) + params.max_tokens
-        if budget is None:
-            return self.options.max_num_seqs
-        if budget < length:
-            raise ValueError(
-                f"a sample may take {length} tokens (longest prompt + max_tokens), kv_cache_tokens={budget} holds fewer"
-            )
-        return min(self.options.max_num_seqs, budget // length)
+        length, most = max(len(p.input_ids) for p in prompts) + params.max_tokens, self.options.max_num_seqs
+        for name, budget in self._budgets().items():
+            if budget < length:
+                raise ValueError(
+                    f"a sample may take {length} tokens (longest prompt + max_tokens), {name} holds fewer: {budget}"
+                )
+            slots = budget // length
+            if self.options.cuda_graphs and self.spec.device.type == "cuda":
+                while bucket(slots) > budget // length:  # captured steps round the number of slots up
+                    slots -= 1
+            most = min(most, slots)
+        return most
+
+    def _budgets(self) -> dict[str, int]:
+        """Tokens that the cache may hold, by the option that says so."""
+        tokens, share, budgets = self.options.kv_cache_tokens, self.options.gpu_memory_utilization, dict[str, int]()
+        if tokens is not None:
+            budgets[f"kv_cache_tokens={tokens}"] = tokens
+        if share is not None:
+            card = torch.cuda.get_device_properties(self.spec.device).total_memory
+            room = int(share * card) - self.decoder.weight_bytes
+            budgets[f"gpu_memory_utilization={share}, less the weights,"] = max(0, room) // self._cache.token_bytes
+        return budgets

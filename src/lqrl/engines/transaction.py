@@ -56,6 +56,7 @@ class _Ledger:
     def add(self, name: str, source: Tensor, stable: bool) -> None:
         """Write ``source``; one that is ``stable`` may wait until many are written together."""
         target = self._target(name, source)
+        source = source.resolve_neg()  # a view that stands for the negative has the bits of the positive
         if stable and source.device == target.device:
             source = source.detach() if source.requires_grad else source
             self._waiting.setdefault(target.device, []).append(Copy(target, source, name, len(self.written)))
@@ -91,6 +92,7 @@ class _Ledger:
             raise RefreshError(f"{name} came twice")
         if name in self.frozen:
             raise RefreshError(f"{name} came although it is declared frozen; send it or declare it, not both")
+        _check_plain(name, source)
         if source.shape != target.shape:
             raise RefreshError(f"{name} has shape {tuple(source.shape)}, the engine's is {tuple(target.shape)}")
         if source.dtype != target.dtype:
@@ -134,6 +136,22 @@ class _Ledger:
                     f"{name} was declared frozen with digest {expected:x}, the engine holds {found:x}; send a complete "
                     "set of weights (a stage that changes such a tensor cannot be used with adapters)"
                 )
+
+
+def _check_plain(name: str, source: Tensor) -> None:
+    """Refuse what has no elements, or elements that lie elsewhere than its address and strides say."""
+    if not isinstance(source, Tensor):
+        raise RefreshError(f"{name} is a {type(source).__name__}; send a tensor")
+    if source.is_meta:
+        raise RefreshError(f"{name} is on the meta device and has no elements; load the sender's weights first")
+    if source.layout != torch.strided or source.is_nested:
+        layout = "nested" if source.is_nested else source.layout
+        raise RefreshError(f"{name} is {layout}; send it dense (tensor.to_dense())")
+    if type(source).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RefreshError(
+            f"{name} is a {type(source).__name__}, whose elements lie in other tensors; send a plain tensor "
+            "(full_tensor() of a DTensor)"
+        )
 
 
 class HeldTensors:

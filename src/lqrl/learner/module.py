@@ -16,7 +16,7 @@ from lqrl.algorithms import GRPO, AdvantageFn, ClippedLoss, Correction, KLPenalt
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.datamodule import prompt_data
 from lqrl.engines.base import EngineFactory, RolloutEngine
-from lqrl.learner.checkpoint import check_same_model, check_same_run, learner_state, restore_learner
+from lqrl.learner.checkpoint import check_checkpoint, learner_state, restore_learner
 from lqrl.learner.frozen import SentOnce, without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate
 from lqrl.learner.options import check_options, check_precision
@@ -223,15 +223,13 @@ class PolicyModule(L.LightningModule):
         """Roll out, credit, learn; the README's table, line by line."""
         rollouts = self.collect(batch.prompts)
         train_batch, credit = self.learn_from(rollouts)
-        sync = (
-            self.trainer.model.no_sync if isinstance(self.trainer.model, nn.parallel.DistributedDataParallel) else None
-        )
+        model: Any = self.trainer.model
         learned = self.optimize(
             train_batch,
             forward=self,
             optimizer=self.optimizers(),
             backward=self.manual_backward,
-            no_sync=sync or contextlib.nullcontext,
+            no_sync=model.no_sync if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext,
         )
         self.finish_iteration(rollouts)
         scheduler: Any = self.lr_schedulers()
@@ -269,6 +267,8 @@ class PolicyModule(L.LightningModule):
 
     def learn_from(self, rollouts: Rollouts) -> tuple[TrainBatch, dict[str, float]]:
         """Advantages, then the kept rows, scored by the proximal and reference policies where the loss asks for it."""
+        for engine in filter(None, (self.engine, self.full_engine)):
+            engine.sleep()  # until it is refreshed, or generates
         advantages = self.advantage(rollouts.batch)
         batch = to_train_batch(rollouts.batch, advantages).to(self.device)
         if not (self.on_policy or (self.exact and bool(fresh_rows(batch, self.policy_version).all()))):
@@ -391,10 +391,10 @@ class PolicyModule(L.LightningModule):
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model or format, then restore version and iteration."""
+        """Refuse a checkpoint of another model, and a fit in another format; then restore version and iteration."""
         self.configure_model()
-        state = check_same_model(self, checkpoint)
-        if self._trainer is not None and self._trainer.state.fn == "fit":
-            check_same_run(self, checkpoint)
-            prompt_data(self._trainer).restore(checkpoint)  # Lightning looks only under the very same class name
+        fitting = self._trainer if self._trainer is not None and self._trainer.state.fn == "fit" else None
+        state = check_checkpoint(self, checkpoint, resumes=fitting is not None)
+        if fitting is not None:
+            prompt_data(fitting).restore(checkpoint)  # Lightning looks only under the very same class name
         restore_learner(self, state)

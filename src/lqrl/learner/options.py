@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
 
 _SMALL_LR = 1e-4
+
+# Options of the Trainer that its automatic loop alone reads: the value that does nothing, and what a run reads instead.
+_OURS: dict[str, tuple[Any, str]] = {
+    "accumulate_grad_batches": (
+        1,
+        "an iteration's gradients are accumulated over as many passes as its tokens need: lower "
+        "model.init_args.token_budget for less memory, raise data.init_args.prompts_per_iteration for larger steps",
+    ),
+    "gradient_clip_val": (None, "set model.init_args.max_grad_norm, the global norm that gradients are clipped to"),
+    "gradient_clip_algorithm": (None, "gradients are clipped to the global norm model.init_args.max_grad_norm"),
+    "overfit_batches": (0.0, "set data.init_args.train.limit, the number of prompts to train on"),
+    "barebones": (False, "set trainer.logger: false, and trainer.enable_checkpointing and enable_progress_bar: false"),
+    "sync_batchnorm": (False, "there is no batch norm in a language model; leave it out"),
+}
 
 
 def check_options(module: PolicyModule) -> None:
@@ -47,6 +62,20 @@ def check_options(module: PolicyModule) -> None:
         raise ValueError("sampling.n and sampling.first_sample are not read here: set budget, such as UniformBudget(8)")
     if module.master_dtype == torch.bfloat16 and module.lora is None:  # adapters are fp32
         warn_of_lost_steps(module.optimizer([("weight", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))]))
+
+
+def check_trainer(options: Mapping[str, Any]) -> None:
+    """Refuse options of the Trainer that have no effect here, or that Lightning refuses without saying what does.
+
+    Args:
+        options: of the Trainer, by name.
+
+    Raises:
+        ValueError: naming what to set instead.
+    """
+    for name, (off, instead) in _OURS.items():
+        if options.get(name) not in (None, off):
+            raise ValueError(f"trainer.{name}={options[name]} cannot be followed: {instead}")
 
 
 def check_precision(precision: str | None) -> None:

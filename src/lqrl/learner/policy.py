@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lqrl.engines.base import EngineSpec
 from lqrl.learner.scorer import Scorer
@@ -14,8 +15,10 @@ from lqrl.modeling.backbone import load_model
 from lqrl.modeling.exact import exact_learner_
 from lqrl.modeling.recompute import recompute_layers_
 from lqrl.modeling.sources import resolve_source
-from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_
-from lqrl.quant.kv import kv_rounding, prepare_kv_
+from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_, target_modules
+from lqrl.quant.checkpoint import load_cache_scales_, resolve_scheme
+from lqrl.quant.checkpoint_reader import holds_codes
+from lqrl.quant.kv import calibrates_kv, kv_rounding, prepare_kv_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,9 +32,15 @@ FOLDED = "folded_transforms"
 
 def build_policy(module: PolicyModule) -> PreTrainedModel:
     """Load the policy, fold the transforms, swap the linears for aligned ones, add adapters; on the CPU."""
-    policy = load_model(resolve_source(module.model_name), dtype=module.master_dtype)
+    source = resolve_source(module.model_name)
+    policy = load_model(source, dtype=module.master_dtype)
+    coded = holds_codes(source)
+    if coded:
+        _compare_schemes(policy, module, resolve_scheme(source))
     folded = _fold(policy, module)
     prepare_kv_(policy, module.scheme)
+    if coded and calibrates_kv(module.scheme) and not any(folded) and load_cache_scales_(policy, source):
+        rank_zero_info(f"the first rollouts have the cache scales of {module.model_name}, the next have new ones")
     swapped = []
     if module.aligned and module.scheme.quantizes:
         swapped = prepare_(policy, module.scheme, export_dtype=module.compute_dtype, backward=module.backward_mode)
@@ -50,6 +59,23 @@ def build_policy(module: PolicyModule) -> PreTrainedModel:
         f"{len(swapped)} aligned layers, {sum(folded)} changed by {len(folded)} invariant transforms"
     )
     return policy
+
+
+def _compare_schemes(policy: PreTrainedModel, module: PolicyModule, written: QuantScheme) -> None:
+    """Say where the scheme of a run is another one than that of the compressed-tensors checkpoint it starts from."""
+    asked = module.scheme
+    if asked.weight is not None and asked.weight.dtype == "int3":
+        asked = replace(asked, weight=replace(asked.weight, dtype="int4"))  # as it is stored
+    fields = {f: (getattr(written, f), getattr(asked, f)) for f in ("weight", "activation", "kv_cache", "lm_head")}
+    parts = [f"{f} ({theirs} there, {ours} here)" for f, (theirs, ours) in fields.items() if theirs != ours]
+    layers = set(target_modules(policy, written)) ^ set(target_modules(policy, asked))
+    if asked.quantizes and layers:
+        parts.append(f"{len(layers)} layers that one of them leaves in high precision, such as {min(layers)}")
+    if parts:
+        rank_zero_warn(
+            f"{module.model_name} holds the scheme {written.name}, and this run has {module.scheme.name}. They differ "
+            f"in {', '.join(parts)}. The weights start at the values of the codes"
+        )
 
 
 def _fold(policy: PreTrainedModel, module: PolicyModule) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,15 @@ def refresh_engines(
         _ship(full, module.exported_weights(QuantScheme.preset("none")), version)
         module.shipped["full"] = stamp
     return report
+
+
+def refresh_metrics(report: RefreshReport, scheme: QuantScheme) -> dict[str, float]:
+    """What is logged of a refresh; not what the engine did not count, nor codes where ``scheme`` has none."""
+    fractions = {"refresh/elements_changed_fraction": report.elements_changed_fraction}
+    if scheme.quantizes:
+        fractions["refresh/codes_changed_fraction"] = report.codes_changed_fraction
+    counted = {name: fraction for name, fraction in fractions.items() if not math.isnan(fraction)}
+    return {"refresh/seconds": report.seconds, **counted}
 
 
 def weights_stamp(module: PolicyModule) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTr
 
     Raises:
         ValueError: when the checkpoint lacks weights or has formats that cannot be computed.
-        NotImplementedError: for a compressed-tensors checkpoint under a hub name.
+        NotImplementedError: for a compressed-tensors checkpoint under a hub name, and for other quantized ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -90,6 +90,11 @@ def load_pretrained(source: str, *, dtype: torch.dtype, attention: str) -> PreTr
             raise NotImplementedError(
                 f"{source} is a compressed-tensors checkpoint, which is read from a directory: download it "
                 f"(hf download {source} --local-dir DIRECTORY) and name the directory"
+            )
+        if settings:
+            raise NotImplementedError(
+                f"{source} is quantized by {settings.get('quant_method', 'another library')}, and of quantized models "
+                f"only those of {METHOD} are read; start from the full-precision model that it was made from"
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, attn_implementation=attention, output_loading_info=True

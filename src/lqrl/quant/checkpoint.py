@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from lqrl.quant.checkpoint_reader import INDEX, CheckpointReader
 from lqrl.quant.compressed_format import (
-    ACTIVATIONS,
     INSTEAD,
     checkpoint_format,
     quantization_config,
     stored_tensors,
-    unwritten_activations,
+    unwritten_formats,
 )
 from lqrl.quant.export import export_weights
 from lqrl.quant.kv import SCALE_NAMES
@@ -55,10 +54,10 @@ def save_quantized(
 
     Codes come from `export_weights`, so a prepared model's are those of its own forward; transforms stay folded in.
     Tied weights are written once, under the embedding's name; a quantized head of a tied model unties it in the config.
-    Stacked experts are written one by one, as checkpoints of Qwen3-MoE have them. Activations that such a checkpoint
-    cannot describe (nvfp4's) are named in config.json for lqrl; others read the checkpoint as weight-only. An earlier
-    export in ``directory`` stays until all weights of this one are written; config.json comes last, so that a directory
-    that holds one is whole.
+    Stacked experts are written one by one, as checkpoints of Qwen3-MoE have them. What no such checkpoint can describe
+    (nvfp4's activations, a cache with scales per token and head) is named in config.json for lqrl; others read the
+    checkpoint without. An earlier export in ``directory`` stays until all weights of this one are written; config.json
+    comes last, so that a directory that holds one is whole.
 
     Args:
         model: the learner's, prepared or plain.
@@ -103,9 +102,8 @@ def checkpoint_config(model: PreTrainedModel, scheme: QuantScheme, export_dtype:
     config.architectures, config.dtype = [type(model).__name__], export_dtype
     # vLLM's head is no "Linear": it needs its name
     config.quantization_config = quantization_config(scheme, _kept(model, frozenset(targets)), [*head, "Linear"])
-    unwritten = unwritten_activations(scheme)
-    if unwritten is not None:
-        setattr(config, ACTIVATIONS, unwritten)
+    for key, arguments in unwritten_formats(scheme).items():
+        setattr(config, key, arguments)
     if head:
         config.tie_word_embeddings = False
     return config
@@ -224,7 +222,7 @@ def resolve_scheme(directory: str | Path) -> QuantScheme:
     """The scheme that a compressed-tensors checkpoint was written with.
 
     Which layers are quantized is read from the tensors. Layers that stay in high precision become ``skip``, by exact
-    name. int3 comes back as int4, which holds the same codes. A cache with scales per token is no part of a checkpoint.
+    name. int3 comes back as int4, which holds the same codes.
 
     Raises:
         ValueError: listing what cannot be computed here, or when the tensors do not fit the model.
@@ -277,8 +275,34 @@ def load_dequantized(directory: str | Path, *, dtype: torch.dtype) -> Iterator[t
     """
     with CheckpointReader(directory) as checkpoint:
         for name, tensor in checkpoint.plain(dtype):
-            if name.rpartition(".")[2] not in SCALE_NAMES:  # a cache's scales are calibrated anew
+            if name.rpartition(".")[2] not in SCALE_NAMES:  # no weights: `load_cache_scales_`
                 yield name, tensor
         for layer in checkpoint.layers:
             for name, tensor in checkpoint.dequantized(layer, dtype):
                 yield f"{layer}.{name}", tensor
+
+
+def load_cache_scales_(model: nn.Module, directory: str | Path) -> bool:
+    """Set the calibrated scales of ``model``'s cache to those of a checkpoint, where it has one for every layer.
+
+    Args:
+        model: prepared by `lqrl.quant.kv.prepare_kv_` for a scheme with calibrated scales.
+        directory: a compressed-tensors checkpoint.
+
+    Returns:
+        Whether it has; the model is unchanged otherwise.
+
+    Raises:
+        ValueError: naming a scale that is not one positive finite number.
+    """
+    with CheckpointReader(directory) as checkpoint:
+        saved = checkpoint.cache_scales()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in SCALE_NAMES}
+    if not buffers or not saved.keys() >= buffers.keys():
+        return False
+    for name, buffer in buffers.items():
+        scale = saved[name]
+        if scale.numel() != 1 or not 0 < float(scale) < torch.inf:
+            raise ValueError(f"{name} in {directory} is {scale.tolist()}, not one positive finite scale of a layer")
+        buffer.copy_(scale)
+    return True

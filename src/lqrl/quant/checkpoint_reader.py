@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from lqrl.quant.compressed_format import (
     ACTIVATIONS,
+    CACHE,
     METHOD,
-    parse_activations,
     parse_quantization_config,
     shipped_tensors,
+    with_unwritten,
 )
-from lqrl.quant.kv import SCALE_NAMES
+from lqrl.quant.kv import SCALE_NAMES, kv_method
 from lqrl.quant.methods import LinearMethod, linear_method
 from lqrl.quant.moe import PROJECTIONS
-from lqrl.quant.scheme import PRESETS, QuantScheme, target_modules
+from lqrl.quant.scheme import ADDITIONS, PRESETS, QuantScheme, target_modules
 from lqrl.quant.stacks import CHILDREN, stack_of, stacked
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def full_precision_config(directory: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(directory))
-    for key in ("quantization_config", ACTIVATIONS):
+    for key in ("quantization_config", ACTIVATIONS, CACHE):
         vars(config).pop(key, None)
     return config
 
@@ -126,20 +127,20 @@ class CheckpointReader:
         config = _config(self.directory)
         try:
             scheme = parse_quantization_config(config.get("quantization_config") or {}, METHOD)
-            scheme = replace(scheme, activation=parse_activations(config) or scheme.activation)
+            scheme = with_unwritten(scheme, config)
             linear_method(scheme)
+            kv_method(scheme)
         except ValueError as error:
             raise ValueError(
                 f"{self.directory} cannot be computed here: {error}; start from the full-precision checkpoint"
             ) from error
         formats = (scheme.weight, scheme.activation)
         names = [n for n, preset in PRESETS.items() if (preset.weight, preset.activation) == formats]
-        scheme = replace(
-            scheme, name=(names or [scheme.name])[0] + ("" if scheme.kv_cache is None else "+kv_fp8_static")
-        )
         head = [n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()]
-        if set(head) & set(self.layers):
-            scheme = replace(scheme, name=f"{scheme.name}+lm_head", lm_head=True)
+        lm_head = bool(set(head) & set(self.layers))
+        fields = {"lm_head": lm_head, "kv_cache": scheme.kv_cache}
+        said = [n for n, sets in ADDITIONS.items() if all(value and fields[f] == value for f, value in sets.items())]
+        scheme = replace(scheme, name="+".join([(names or [scheme.name])[0], *said]), lm_head=lm_head)
         candidates = target_modules(self.model, scheme)
         strangers = sorted(set(self.layers) - set(candidates))
         if strangers or not self.layers:
@@ -201,6 +202,11 @@ class CheckpointReader:
 
     def _count(self, stack: str) -> int:
         return len(self.model.get_submodule(stack).get_parameter(PROJECTIONS[0]))
+
+    def cache_scales(self) -> dict[str, Tensor]:
+        """Calibrated scales of a key/value cache, by name, fp32 ``[1]``."""
+        names = [name for name in self._file_of if name.rpartition(".")[2] in SCALE_NAMES]
+        return {name: self._tensor(name).float().reshape(-1) for name in names}
 
     def shipped(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a quantized layer as an engine is sent them, by last names.

@@ -8,12 +8,14 @@ takes ``amax / 127.5`` and codes down to -128 for int8, a grid of its own.
 
 nvfp4 activations are a case apart: compressed-tensors has one calibrated global scale a layer for them, and vLLM reads
 memory that nobody wrote where a checkpoint lacks it. Here the scale is the token's, so the ``quantization_config`` is
-that of the weights alone, and `ACTIVATIONS` tells lqrl the rest.
+that of the weights alone, and `ACTIVATIONS` tells lqrl the rest. Caches with scales per token and head are in the same
+case: vLLM refuses a ``kv_cache_scheme`` of that kind, so `CACHE` tells it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +31,13 @@ _INTEGERS = ("int8", "int4", "int3")
 _BITS = {"int8": 8, "int4": 4, "int3": 4, "fp8_e4m3": 8, "fp4_e2m1": 4}
 _SCALE_DTYPES = {"fp8_e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 _BLOCK = [128, 128]
+_STRATEGIES = ("tensor", "channel", "token", "group", "block", "tensor_group")
 KV_STATIC = TensorFormat("fp8_e4m3", "tensor")
-"""The one cache format that belongs to a checkpoint; those with scales per token are an option of the engine."""
+"""The one cache format that a ``quantization_config`` describes; it has calibrated scales."""
 ACTIVATIONS = "rollout_input_activations"
 """Key of config.json for input activations that a ``quantization_config`` cannot describe; lqrl alone reads it."""
+CACHE = "rollout_kv_cache"
+"""The same for keys and values."""
 INSTEAD = "export it in full precision (HFExport(quantized=False))"
 
 
@@ -61,26 +66,28 @@ def checkpoint_format(scheme: QuantScheme) -> str:
     return "mxfp4-pack-quantized" if weight.scale_dtype == "e8m0" else "nvfp4-pack-quantized"
 
 
-def unwritten_activations(scheme: QuantScheme) -> dict[str, Any] | None:
-    """The arguments of ``scheme``'s activations that the ``quantization_config`` leaves out, for `ACTIVATIONS`."""
-    activation = scheme.activation
-    if activation is None or activation.dtype != "fp4_e2m1":
-        return None
-    return _arguments(activation)
+def unwritten_formats(scheme: QuantScheme) -> dict[str, dict[str, Any]]:
+    """What the ``quantization_config`` leaves out of ``scheme``: arguments by key of config.json."""
+    unwritten = {}
+    if scheme.activation is not None and scheme.activation.dtype == "fp4_e2m1":
+        unwritten[ACTIVATIONS] = _arguments(scheme.activation)
+    if scheme.kv_cache not in (None, KV_STATIC):
+        unwritten[CACHE] = _arguments(scheme.kv_cache)
+    return unwritten
 
 
-def parse_activations(config: Mapping[str, Any]) -> TensorFormat | None:
-    """What a config.json has under `ACTIVATIONS`, or ``None``.
+def with_unwritten(scheme: QuantScheme, config: Mapping[str, Any]) -> QuantScheme:
+    """``scheme`` with what a config.json has under `ACTIVATIONS` and `CACHE`.
 
     Raises:
         ValueError: when it is not understood.
     """
     refused: list[str] = []
-    arguments = config.get(ACTIVATIONS)
-    activation = None if arguments is None else _parsed(ACTIVATIONS, arguments, refused)
+    fields = {"activation": ACTIVATIONS, "kv_cache": CACHE}
+    found: dict[str, Any] = {f: _parsed(key, config[key], refused) for f, key in fields.items() if config.get(key)}
     if refused:
         raise ValueError("; ".join(refused))
-    return activation
+    return replace(scheme, **found)
 
 
 def quantization_config(
@@ -98,7 +105,7 @@ def quantization_config(
     """
     name = checkpoint_format(scheme)
     assert scheme.weight is not None
-    activation = None if unwritten_activations(scheme) else scheme.activation
+    activation = None if ACTIVATIONS in unwritten_formats(scheme) else scheme.activation
     group = {
         "targets": list(targets),
         "weights": _arguments(scheme.weight),
@@ -184,9 +191,10 @@ def _parsed(what: str, arguments: Mapping[str, Any], refused: list[str]) -> Tens
     strategy = arguments.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
     if strategy == "block" and list(arguments.get("block_structure") or ()) != _BLOCK:
         refused.append(f"{what} have blocks of {arguments.get('block_structure')}, not {_BLOCK}")
-    if strategy not in ("tensor", "channel", "token", "group", "block", "tensor_group"):
+    known = ("token_head",) if what == CACHE else _STRATEGIES
+    if strategy not in known:
         refused.append(f"{what} have strategy {strategy}")
-    if dtype is None or strategy not in ("tensor", "channel", "token", "group", "block", "tensor_group"):
+    if dtype is None or strategy not in known:
         return None
     scale = "float"
     if strategy == "tensor_group":

@@ -84,6 +84,7 @@ class _Plan(NamedTuple):
     Attributes:
         scheme: of the export.
         modules: by name, without the model itself.
+        stacks: see `_stacks`.
         siblings: names of each target's group, by its own.
         method: of the targets.
         embedding: name of the input embedding.
@@ -91,6 +92,7 @@ class _Plan(NamedTuple):
 
     scheme: QuantScheme
     modules: dict[str, nn.Module]
+    stacks: list[tuple[str, str, torch.Size]]
     siblings: dict[str, list[str]]
     method: LinearMethod | None
     embedding: str | None
@@ -103,7 +105,9 @@ _plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 def _plan(model: nn.Module, scheme: QuantScheme) -> _Plan:
     modules = dict(walk(model))
     known = _plans.get(model)
-    if known is not None and known.scheme == scheme and {"": model, **known.modules} == modules:
+    stacks = _stacks(modules)
+    same = known is not None and known.scheme == scheme and known.stacks == stacks
+    if known is not None and same and {"": model, **known.modules} == modules:
         return known
     _check_learner(modules)
     targets = target_modules(model, scheme)
@@ -112,12 +116,23 @@ def _plan(model: nn.Module, scheme: QuantScheme) -> _Plan:
     plan = _Plan(
         scheme,
         {name: module for name, module in modules.items() if name},
+        stacks,
         {name: group for group in sibling_groups(targets) for name in group},
         linear_method(scheme) if targets else None,
         names[0] if names else None,
     )
     _plans[model] = plan
     return plan
+
+
+def _stacks(modules: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Size]]:
+    """Module, name and shape of every parameter of three dimensions: a known module may come to hold experts."""
+    return [
+        (path, name, parameter.shape)
+        for path, module in modules.items()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.ndim == 3
+    ]
 
 
 def _tensors(

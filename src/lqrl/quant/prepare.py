@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.methods import LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
+from lqrl.quant.scheme import PRESETS, LowBitLinear, QuantScheme, target_modules
 from lqrl.quant.walk import walk
 
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.
@@ -114,10 +115,23 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
             try:
                 method.quantize(torch.zeros(1, width))
             except ValueError as error:
+                linears = {n: _unswapped(model, n) for n in targets}
+                same = [n for n, m in linears.items() if isinstance(m, nn.Linear) and m.in_features == width]
                 raise ValueError(
-                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}, for example "
-                    f"skip=['*.{name.rpartition('.')[2]}']" + (", or int4_w4a16_g32" if width % 32 == 0 else "")
+                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}; leave such layers "
+                    f"in high precision with {_skipping(scheme, same)}"
+                    + (", or take int4_w4a16_g32" if width % 32 == 0 else "")
                 ) from error
+
+
+def _skipping(scheme: QuantScheme, names: list[str]) -> str:
+    """How a recipe, and the command line, spell ``scheme`` without the layers of these names."""
+    patterns = dict.fromkeys([*scheme.skip, *(f"*.{name.rpartition('.')[2]}" for name in names)])
+    skip = json.dumps(list(patterns))
+    if scheme.name.split("+")[0] not in PRESETS:
+        return f"skip: {skip} in the scheme"
+    option = "--model.init_args.scheme"
+    return f"scheme: {{name: {scheme.name}, skip: {skip}}} ({option}.name {scheme.name} {option}.skip '{skip}')"
 
 
 def pack_(model: nn.Module) -> int:

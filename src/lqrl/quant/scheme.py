@@ -55,10 +55,12 @@ class TensorFormat:
 class QuantScheme:
     """Which linear layers run in which format.
 
-    A format that nothing can compute is refused where the layers are swapped (`lqrl.quant.methods.linear_method`).
+    A preset's name without a ``weight`` stands for the preset's formats, so that options can be added to them:
+    ``QuantScheme("nf4", skip=("*.down_proj",))``. A format that nothing can compute is refused where the layers are
+    swapped (`lqrl.quant.methods.linear_method`).
 
     Attributes:
-        name: what it is called in logs and reports.
+        name: what it is called in logs and reports; without ``weight`` also the preset that is meant, with additions.
         weight: format of the linear weights, or ``None`` for no quantization (the identity scheme).
         activation: format of the linear layers' inputs, or ``None`` for weight-only.
         skip: fnmatch patterns of module names that stay in high precision, besides those `target_modules` leaves out.
@@ -68,7 +70,8 @@ class QuantScheme:
             scales calibrated for each layer.
 
     Raises:
-        ValueError: when ``activation``, ``skip`` or ``lm_head`` is set without ``weight``, since it would do nothing.
+        ValueError: when ``activation``, ``skip`` or ``lm_head`` is set without ``weight`` and the name of a preset,
+            since it would do nothing.
     """
 
     name: str
@@ -80,11 +83,20 @@ class QuantScheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", tuple(self.skip))
+        if self.weight is None and self.activation is None and self.name.split("+")[0] in _FORMATS:
+            self._take_from(QuantScheme.preset(self.name))
         if self.weight is None and (self.activation is not None or self.skip or self.lm_head):
             raise ValueError(
                 f"QuantScheme {self.name!r} sets activation, skip or lm_head without a weight format, which has no "
-                f"effect; set weight, or use QuantScheme.preset('none')"
+                f"effect; set weight, set name to a preset ({', '.join(_FORMATS)}), or use the scheme 'none'"
             )
+
+    def _take_from(self, preset: QuantScheme) -> None:
+        """Fill what was not set; an attribute is fixed from here on."""
+        object.__setattr__(self, "weight", preset.weight)
+        object.__setattr__(self, "activation", preset.activation)
+        object.__setattr__(self, "lm_head", self.lm_head or preset.lm_head)
+        object.__setattr__(self, "kv_cache", self.kv_cache or preset.kv_cache)
 
     @property
     def quantizes(self) -> bool:
@@ -123,12 +135,18 @@ class QuantScheme:
         """A scheme from what a config holds: a preset's name, or a whole scheme.
 
         Raises:
-            ValueError: when a name is unknown.
+            ValueError: when a name is unknown, or a whole scheme goes by the name of a preset with other formats.
         """
-        return value if isinstance(value, QuantScheme) else cls.preset(value)
+        if not isinstance(value, QuantScheme):
+            return cls.preset(value)
+        formats = _FORMATS.get(value.name.split("+")[0])
+        if formats is not None and formats != (value.weight, value.activation):
+            raise ValueError(
+                f"the scheme is named {value.name!r}, but its weight ({value.weight}) and activation "
+                f"({value.activation}) are not those of that preset; leave both out (null), or choose another name"
+            )
+        return value
 
-
-_IDENTITY = QuantScheme("none")
 
 _INT8_TOKEN = TensorFormat("int8", "token", dynamic=True)
 _FP8_TOKEN = TensorFormat("fp8_e4m3", "token", dynamic=True)
@@ -155,6 +173,8 @@ _FORMATS: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
     "int3_w3a16_g32": (TensorFormat("int3", "group", group_size=32), None),
     "int4_w4a4": (TensorFormat("int4", "channel"), TensorFormat("int4", "token", dynamic=True)),
 }
+
+_IDENTITY = QuantScheme("none")
 
 PRESETS: dict[str, QuantScheme] = {
     "none": _IDENTITY,

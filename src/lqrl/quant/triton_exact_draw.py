@@ -42,13 +42,13 @@ class Draws(NamedTuple):
 
 
 @triton.jit
-def load_logits(logits_ptr, row, column, vocabulary):
+def load_logits(logits_ptr: tl.tensor, row: tl.tensor, column: tl.tensor, vocabulary: tl.tensor) -> tl.tensor:
     """Logits of a row; -inf past its end."""
     return tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
 
 
 @triton.jit
-def token_weights(distance, inverse):
+def token_weights(distance: tl.tensor, inverse: tl.tensor) -> tl.tensor:
     """int64 weights of logits that lie ``distance`` above the largest."""
     return (tl.exp(distance * inverse) * _UNIT).to(tl.int64)
 

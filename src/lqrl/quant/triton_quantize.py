@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lqrl.quant.numerics.amax import amax_cap
 from lqrl.quant.numerics.fp8 import (
     FP8_BLOCK,
     FP8_BLOCK_AMAX_FLOOR,
@@ -29,6 +30,8 @@ WIDEST = 32768  # a longer row is read twice instead of kept in registers
 _CHUNK = 4096  # elements of one program of the group and tensor kernels
 _INF = tl.constexpr(float("inf"))
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
+_FP32_CAP = tl.constexpr(amax_cap(torch.float32))
+_BF16_CAP = tl.constexpr(amax_cap(torch.bfloat16))
 NAN_CODE = tl.constexpr(0x7F)
 
 
@@ -53,7 +56,7 @@ def magnitude(x: tl.tensor, axis: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 @triton.jit
 def _int8_scales(amax, bad, largest, floor):
     """The scale, and what the values are multiplied by."""
-    amax = tl.maximum(amax, floor)
+    amax = tl.minimum(tl.maximum(amax, floor), _FP32_CAP)
     scale = tl.where(bad, float("nan"), tl.math.div_rn(amax, largest))
     return scale, tl.minimum(tl.math.div_rn(largest, amax), _FP32_MAX)
 
@@ -157,7 +160,8 @@ def _int4_groups(
     offsets = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = _values(x_ptr + row * stride + offsets, offsets < columns, BF16)
     amax, bad = magnitude(x, 1)
-    scale = tl.maximum(tl.math.div_rn(amax, largest), floor)
+    cap = tl.full((GROUPS,), _BF16_CAP if SCALE_BF16 else _FP32_CAP, tl.float32)
+    scale = tl.maximum(tl.math.div_rn(tl.minimum(amax, cap), largest), floor)
     if SCALE_BF16:
         scale = rounded_to_bf16(scale)
         tl.store(scale_ptr + row * groups + group, to_bf16(tl.where(bad, float("nan"), scale)), mask=group < groups)

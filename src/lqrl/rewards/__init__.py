@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lqrl.rewards.base import RewardError, RewardFn, RewardOutput, RewardSum, RewardTerm
-from lqrl.rewards.exact import Checker, ExactAnswer, TaskReward
+from lqrl.rewards.exact import Checker, ExactAnswer, TaskReward, reference_answer
 from lqrl.rewards.math import MathReward
 from lqrl.rewards.shape import FormatReward, OverlongPenalty
 
@@ -19,4 +19,5 @@ __all__ = [
     "RewardSum",
     "RewardTerm",
     "TaskReward",
+    "reference_answer",
 ]

@@ -138,9 +138,14 @@ class RewardSum:
         return RewardOutput(rewards, terms, accuracy, self.names)
 
 
+def row_of(prompt: Prompt) -> str:
+    """What a message calls the prompt's row: its file and line, or the prompt's id."""
+    return prompt.where or f"prompt {prompt.id}"
+
+
 def _call(term: RewardTerm, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
     """Values of one term for one group, checked; ``None`` becomes NaN."""
-    where = f"reward {term.name!r} ({type(term.fn).__name__}) on prompt {prompt.id}"
+    where = f"reward {term.name!r} ({type(term.fn).__name__}) on {row_of(prompt)}"
     try:
         values = list(term.fn(prompt, completions))
     except Exception as error:

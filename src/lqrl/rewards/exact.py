@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
-from lqrl.rewards.base import RewardFn
+from lqrl.rewards.base import RewardFn, row_of
 from lqrl.types import Completion, Prompt
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:/[0-9]{1,40})?")
@@ -34,15 +34,19 @@ class TaskReward(RewardFn):
     task: Checker
 
     def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """``[n]`` of 0 and 1; the row is the prompt's fields plus ``prompt`` and ``answer``."""
-        row = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
+        """``[n]`` of 0 and 1; the row is the prompt's fields plus ``prompt`` and ``answer``, null ones left out.
+
+        Raises:
+            ValueError: when the row lacks a column that the checker reads.
+        """
+        columns = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer}
+        row = {name: value for name, value in columns.items() if value is not None}
         try:
             return [float(self.task.check(row, completion.text)) for completion in completions]
         except KeyError as error:
             raise ValueError(
-                f"the checker of {type(self.task).__name__} needs the column {error}, prompt {prompt.id} has "
-                f"{sorted(row)}; "
-                "give it prompts of its own task, or use lqrl.rewards.ExactAnswer"
+                f"{row_of(prompt)}: the checker of {type(self.task).__name__} needs the column {error}, the row has "
+                f"{sorted(row)}; give it prompts of its own task, or use lqrl.rewards.ExactAnswer"
             ) from error
 
 
@@ -115,13 +119,16 @@ def normalize_answer(text: str) -> str:
 
 
 def reference_answer(prompt: Prompt) -> str:
-    """The prompt's answer.
+    """The prompt's answer; rewards of your own read it here, since ``prompt.answer`` may be ``None``.
 
     Raises:
-        ValueError: when it has none.
+        ValueError: when it has none, naming the row.
     """
     if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.id} has no reference answer; set answer_field of its PromptSource")
+        raise ValueError(
+            f"{row_of(prompt)}: no reference answer; set answer_field of its PromptSource (data.init_args.train or "
+            "val) to the column that holds it"
+        )
     return prompt.answer
 
 

@@ -117,7 +117,7 @@ def collect(
     """Generate and score completions of ``prompts``, refilling groups without a signal if asked to.
 
     Args:
-        engine: a fresh engine (`check_fresh`).
+        engine: a fresh engine (`check_fresh`), which is awake afterwards.
         prompts: the iteration's prompts on this rank.
         params: sampling settings; ``n`` is replaced by what ``budget`` says.
         reward: scores whole groups.
@@ -137,6 +137,7 @@ def collect(
         StaleEngineError: for tokens that are older than ``oldest_version``.
         RuntimeError: when refill is exhausted and told to raise.
     """
+    engine.wake()
     wanted, generated, pending = len(prompts), list[_Scored](), list(prompts)
     seconds, rounds = {"generate": 0.0, "reward": 0.0}, 0
     while True:

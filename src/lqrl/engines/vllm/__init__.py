@@ -1,6 +1,7 @@
 """Rollouts by vLLM, in this process or by servers; the one package that imports vllm."""
 
-from lqrl.engines.vllm.engine import VLLMEngine, VLLMEngineFactory
+from lqrl.engines.vllm.engine import VLLMEngine
+from lqrl.engines.vllm.factory import VLLMEngineFactory
 from lqrl.engines.vllm.server import VLLMServerEngine, VLLMServerEngineFactory
 
 __all__ = ["VLLMEngine", "VLLMEngineFactory", "VLLMServerEngine", "VLLMServerEngineFactory"]

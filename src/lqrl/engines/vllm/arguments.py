@@ -12,7 +12,7 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm.served import kv_cache_dtype
 
 if TYPE_CHECKING:
-    from lqrl.engines.vllm.engine import VLLMEngineFactory
+    from lqrl.engines.vllm.factory import VLLMEngineFactory
 
 _CPU_KV_BYTES = 2**30
 _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"

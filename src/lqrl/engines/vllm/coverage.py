@@ -11,7 +11,8 @@ from lqrl.engines.base import NamedTensors, RefreshError
 from lqrl.quant.finite_checks import FiniteChecks
 from lqrl.quant.stream import StableTensors
 
-_CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
+CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
+"""What codes are made of; scales in one byte count as codes too."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOOK_BYTES = 2**26  # of tensors that wait to be looked at for NaN together
 
@@ -23,16 +24,17 @@ def receive(
     *,
     keep: bool,
     frozen: Collection[str] = (),
+    looks: bool = True,
 ) -> dict[str, Tensor]:
     """All of ``weights``, checked by name, shape, dtype and element, in the order they came.
 
     Args:
-        weights, expected, aliases, keep, frozen: see `checked`.
+        weights, expected, aliases, keep, frozen, looks: see `checked`.
 
     Raises:
         RefreshError: see `checked`.
     """
-    return dict(checked(weights, expected, aliases, keep=keep, frozen=frozen))
+    return dict(checked(weights, expected, aliases, keep=keep, frozen=frozen, looks=looks))
 
 
 @torch.no_grad()
@@ -43,6 +45,7 @@ def checked(
     *,
     keep: bool,
     frozen: Collection[str] = (),
+    looks: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Pass ``weights`` on one by one, checked by name, shape, dtype and element; the end is the check of them all.
 
@@ -54,12 +57,15 @@ def checked(
         aliases: names that are another one's.
         keep: copy `StableTensors` too, for a receiver that keeps them.
         frozen: names that are held already and must not come.
+        looks: look for NaN and inf, and let the sender look; otherwise that is the receiver's.
 
     Raises:
         RefreshError: on an unknown, doubled, misshapen or mistyped tensor before it is passed on; at the end on a
             missing or non-finite one; or when the stream raises.
     """
     copies = keep or not isinstance(weights, StableTensors)
+    if isinstance(weights, StableTensors) and not looks:
+        weights = weights.unchecked()
     received: dict[str, int] = {}
     checks, waiting = FiniteChecks(), 0
     stream = iter(weights)
@@ -68,7 +74,8 @@ def checked(
             name, tensor = next(stream)
             _check(name, tensor, expected, aliases, received, frozen)
             tensor = tensor.detach().clone() if copies else tensor.detach()
-            checks.note(name, name, tensor)
+            if looks:
+                checks.note(name, name, tensor)
             waiting += tensor.nbytes
             if waiting > _LOOK_BYTES:  # small tensors are held until then
                 checks.refuse()
@@ -165,11 +172,11 @@ def changed_fractions(
     changed = _changed(before, after) if known else [tensor.numel() for tensor in after.values()]
     counts = {True: [0, 0], False: [0, 0]}  # is a code -> changed, elements
     for tensor, differ in zip(after.values(), changed, strict=True):
-        count = counts[tensor.dtype in _CODES]
+        count = counts[tensor.dtype in CODES]
         count[0] += differ
         count[1] += tensor.numel()
     for tensor in frozen:
-        counts[tensor.dtype in _CODES][1] += tensor.numel()
+        counts[tensor.dtype in CODES][1] += tensor.numel()
     elements, codes = (differ / max(total, 1) for differ, total in (counts[False], counts[True]))
     return elements, codes
 

@@ -7,21 +7,23 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from hashlib import sha1
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import Digests, EngineFactory, EngineSpec, NamedTensors, RefreshError
+from lqrl.engines.base import Digests, EngineSpec, NamedTensors, RefreshError
 from lqrl.engines.vllm import process, reload
 from lqrl.engines.vllm.adapters import ServedAdapters, held_factor_digests
 from lqrl.engines.vllm.arguments import engine_arguments
 from lqrl.engines.vllm.connectors import check_connectors
+from lqrl.engines.vllm.direct import Rehearsal
+from lqrl.engines.vllm.direct_refresh import DirectRefresh
 from lqrl.engines.vllm.frozen import FrozenBase
-from lqrl.engines.vllm.guard import PROBE_LOGPROBS, GuardedEngine
+from lqrl.engines.vllm.guard import PROBE_LOGPROBS, GuardedEngine, Loaded
 from lqrl.engines.vllm.online import check_online
 from lqrl.engines.vllm.patches import install_patches
 from lqrl.engines.vllm.ranks import Meet, RankFailed, Ranks
@@ -32,71 +34,12 @@ from lqrl.engines.vllm.versions import device_type, import_vllm
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
-
-@dataclass(frozen=True)
-class VLLMEngineFactory(EngineFactory):
-    """Options of the vLLM engine.
-
-    Attributes:
-        max_num_seqs: most samples that run together.
-        gpu_memory_utilization: vLLM's share of the GPU's memory, its weights and cache; the learner has the rest.
-            ``None`` is vLLM's default.
-        kv_cache_bytes: bytes of the key/value cache. ``None`` is what ``gpu_memory_utilization`` leaves; on the CPU
-            1 GiB.
-        sleep_level: what `VLLMEngine.sleep` gives up: 0 nothing, 1 the cache, with the weights moved to main memory,
-            2 both, so that a refresh must follow `wake`.
-        count_changes: report which shares of elements and codes changed since the last refresh. Costs a second copy of
-            all that is sent, on its device, but of a frozen base none; without it both are NaN.
-        stream_refresh: load each tensor as it comes, so that one layer of what is sent is in memory at once. Otherwise
-            nothing is loaded before all is there and checked; either way the engine refuses after a faulty stream.
-        record_log_mass: allow ``top_p`` and ``top_k``, with an exact ``log_mass``. Costs a sort of the vocabulary a
-            token, and vLLM's first model runner is used.
-        fp32_head: compute the logits in fp32, as the learner does.
-        online: be sent unquantized weights and quantize them in vLLM, for the schemes of
-            `lqrl.engines.vllm.online.ONLINE`.
-        tensor_parallel_size: the number of ranks of the run, which hold one engine together: each has its part of every
-            matrix, gets the whole weights, and works on the prompts of all. 1 is an engine of one rank.
-        engine_args: further arguments of ``vllm.LLM``, by their names there.
-        allow_untested_version: take a vLLM outside of the tested range.
-
-    Raises:
-        ValueError: when a number is outside its range.
-    """
-
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float | None = None
-    kv_cache_bytes: int | None = None
-    sleep_level: Literal[0, 1, 2] = 0
-    count_changes: bool = True
-    stream_refresh: bool = False
-    record_log_mass: bool = False
-    fp32_head: bool = False
-    online: bool = False
-    tensor_parallel_size: int = 1
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    allow_untested_version: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "kv_cache_bytes", "tensor_parallel_size"):
-            value = self.__dict__[name]
-            if value is not None and value < 1:
-                raise ValueError(f"VLLMEngineFactory.{name} must be at least 1, got {value}")
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"VLLMEngineFactory.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
-        if self.stream_refresh and self.count_changes:
-            raise ValueError("VLLMEngineFactory.stream_refresh keeps nothing to compare with; set count_changes: false")
-        if self.online and self.tensor_parallel_size > 1:
-            raise ValueError("VLLMEngineFactory.online: not with tensor_parallel_size; ranks get the learner's codes")
-
-    def __call__(self, spec: EngineSpec) -> VLLMEngine:
-        """Build an engine; it refuses to generate until its first refresh."""
-        return VLLMEngine(spec, self)
+if TYPE_CHECKING:
+    from lqrl.engines.vllm.factory import VLLMEngineFactory
 
 
 class VLLMEngine(GuardedEngine):
-    """A vLLM that this process drives: weights through its layerwise reload, tokens in and tokens out.
+    """A vLLM that this process drives: weights in by its layerwise reload or direct copies, tokens in and tokens out.
 
     Differs from `lqrl.engines.TorchEngine`: a sample's random numbers come from vLLM's generator under a seed of the
     same (seed, prompt id, sample index), so the two engines draw other samples; a refresh holds all that it is sent
@@ -141,6 +84,8 @@ class VLLMEngine(GuardedEngine):
         self.collective = self._ranks.size > 1
         self._vllm = vllm
         self._llm = self._launch()
+        alone = options.direct_refresh and self._adapters is None and not self.collective
+        self._direct = DirectRefresh(served.tensors, spec.device) if alone else None
         self._finalizer = weakref.finalize(self, process.retire, self._llm)
         self._finalizer.atexit = False
 
@@ -294,23 +239,63 @@ class VLLMEngine(GuardedEngine):
             return received
         return {name: t for name, t in received.items() if name in self._adapters.tensors or t.dim() < 2}
 
-    def _load(self, received: Any, policy_version: int) -> str:
+    def _rehearsal(self) -> Rehearsal:
+        def load(stream: Iterator[tuple[str, Tensor]]) -> None:
+            self._reload(reload.reload_weights, stream)
+
+        def say() -> tuple[float, ...]:
+            self._drop_prefixes()
+            return self._say()
+
+        return Rehearsal(self._llm.collective_rpc("get_model")[0], self.served.checkpoint_stream, load, say)
+
+    def _may_write(self) -> bool:
+        if self._direct is None or not self._intact:
+            return False
+        return self._direct.ready(self._llm.collective_rpc(reload.addresses)[0])
+
+    def _load(self, received: Any, policy_version: int) -> Loaded:
         (before,) = self._llm.collective_rpc(reload.addresses)
-        held = self._load_all(received) if self._adapters is None else self._load_adapted(self._adapters, received)
+        changed = None
+        if self._adapters is not None:
+            held = self._load_adapted(self._adapters, received)
+        elif self._direct is None:
+            held = self._load_all(received)
+        elif self._writes:
+            changed = self._direct.write(self.served.checkpoint_stream(received))
+            held = self._llm.collective_rpc(reload.held_digests)[0]
+        else:
+            held = self._load_and_learn(self._direct, received)
         (after,) = self._llm.collective_rpc(reload.addresses)
         moved = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         if moved:
             raise RefreshError(f"storage moved during the refresh: {', '.join(moved[:5])}")
+        self._drop_prefixes()
+        return Loaded(self._digest(held), changed)
+
+    def _drop_prefixes(self) -> None:
         connected = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
         if not self._llm.reset_prefix_cache(**({"reset_connector": True} if connected else {})):
             raise RefreshError("vLLM kept prefixes of the old weights: a request is running, or reads a connector")
-        return self._digest(held)
 
     def _load_all(self, received: Mapping[str, Tensor]) -> dict[str, str]:
         """Hand over everything but adapters; digests of what vLLM holds then."""
         missed = self._reload(reload.reload_weights, self.served.checkpoint_stream(received))
         reload.check_loaded(missed, self.served.may_miss)
         return self._llm.collective_rpc(reload.held_digests)[0]
+
+    def _load_and_learn(self, direct: DirectRefresh, received: Mapping[str, Tensor]) -> dict[str, str]:
+        """Hand over everything, after it has been tried whether that could be copied, if the engine was whole."""
+        direct.forget()
+        if not self._intact:
+            return self._load_all(received)
+        rehearsal = self._rehearsal()
+        direct.learn(rehearsal)
+        self._check_refreshable()  # vLLM may have failed for good
+        written = None if self._streams else direct.rehearse(rehearsal, received)
+        held = self._load_all(received)
+        direct.confirm(rehearsal, written)
+        return held
 
     def _load_adapted(self, adapters: ServedAdapters, received: Mapping[str, Tensor]) -> dict[str, str]:
         """Hand over the base, or of one that is held what may change, and the adapters; digests of what vLLM holds."""
@@ -359,16 +344,21 @@ class VLLMEngine(GuardedEngine):
             everyone = self._meet(held)
         except RankFailed as error:
             raise RefreshError(str(error)) from error
+        said = self._say()
+        text = "\n".join(f"{name} {value}" for theirs in everyone for name, value in sorted(theirs.items()))
+        return sha1(text.encode() + struct.pack(f"{len(said)}d", *said), usedforsecurity=False).hexdigest()
+
+    def _say(self) -> tuple[float, ...]:
+        """Log-probs of some tokens under what vLLM holds."""
         asked = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": PROBE_LOGPROBS}
         try:
             (output,) = self._run([self._probe], [asked])
         except Exception as error:
             raise RefreshError(f"vLLM cannot compute with the weights: {error}") from error
-        said = output.outputs[0].logprobs.logprobs
+        said = tuple(output.outputs[0].logprobs.logprobs)
         if not all(math.isfinite(value) for value in said):
             raise RefreshError("the refreshed model gives NaN or inf log-probs; fix the policy and refresh again")
-        text = "\n".join(f"{name} {value}" for theirs in everyone for name, value in sorted(theirs.items()))
-        return sha1(text.encode() + struct.pack(f"{len(said)}d", *said), usedforsecurity=False).hexdigest()
+        return said
 
     # ---------------------------------------------------------------- memory
 
@@ -397,4 +387,4 @@ class VLLMEngine(GuardedEngine):
         """
         self._finalizer()
         self._refusal, self.policy_version = "it is closed; build a new one", -1
-        self._sent, self._base = {}, None
+        self._sent, self._base, self._direct = {}, None, None  # the last has views of its memory

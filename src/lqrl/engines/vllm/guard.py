@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,18 @@ from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
 PROBE_LOGPROBS = 5
 """Most likely tokens, whose log-probs are part of a refresh's digest."""
+
+
+class Loaded(NamedTuple):
+    """What was done with a complete set of weights.
+
+    Attributes:
+        digest: of what the engine holds.
+        changed: shares of unquantized elements and of codes whose bits changed, where they were counted on the way.
+    """
+
+    digest: str
+    changed: tuple[float, float] | None = None
 
 
 class GuardedEngine(RolloutEngine):
@@ -37,6 +49,8 @@ class GuardedEngine(RolloutEngine):
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
         self._counts_changes, self._streams = count_changes, streams
+        self._intact = False  # before this refresh
+        self._writes = False  # this refresh checks and counts what it is sent while it writes it
         self._sent: dict[str, Tensor] = {}
         self._stats = EngineStats()
 
@@ -105,6 +119,7 @@ class GuardedEngine(RolloutEngine):
                 tensors that cannot stay while others are loaded: vLLM loads whole layers.
         """
         started = time.perf_counter()
+        self._intact = self.policy_version >= 0
         self.policy_version = -1
         self._refusal = "its last refresh did not complete; send a complete set of weights"
         try:
@@ -123,24 +138,29 @@ class GuardedEngine(RolloutEngine):
         declared = frozen or {}
         self._check_frozen(declared)
         expected = {name: tensor for name, tensor in self._sendable.items() if name not in declared}
-        aliases, counts = self.served.aliases, self._counts_changes
+        self._writes = self._may_write()
+        aliases, looks, changed = self.served.aliases, not self._writes, (math.nan, math.nan)
+        keeps = self._counts_changes and not self._writes
         if self._streams:
-            passing = Passing(checked(weights, expected, aliases, keep=False, frozen=declared), set(aliases.values()))
-            digest, sent, elements, codes = self._load(passing, policy_version), passing.elements, math.nan, math.nan
+            stream = checked(weights, expected, aliases, keep=False, frozen=declared, looks=looks)
+            passing = Passing(stream, set(aliases.values()))
+            loaded, sent = self._load(passing, policy_version), passing.elements
         else:
-            received = receive(weights, expected, aliases, keep=counts, frozen=declared)
-            digest, sent = self._load(received, policy_version), {name: t.numel() for name, t in received.items()}
-            unsent = [self._sendable[name] for name in declared]
-            elements, codes = changed_fractions(self._sent, received, unsent) if counts else (math.nan, math.nan)
-            self._sent = self._remembered(received) if counts else {}
+            received = receive(weights, expected, aliases, keep=keeps, frozen=declared, looks=looks)
+            loaded, sent = self._load(received, policy_version), {name: t.numel() for name, t in received.items()}
+            if keeps:
+                changed = changed_fractions(self._sent, received, [self._sendable[name] for name in declared])
+            elif self._counts_changes and loaded.changed is not None:
+                changed = loaded.changed
+            self._sent = self._remembered(received) if keeps else {}
         return RefreshReport(
             policy_version=policy_version,
             tensors=len(sent),
             elements=sum(sent.values()),
-            elements_changed_fraction=elements,
-            codes_changed_fraction=codes,
+            elements_changed_fraction=changed[0],
+            codes_changed_fraction=changed[1],
             seconds=0.0,
-            digest=digest,
+            digest=loaded.digest,
             frozen_elements=sum(self._sendable[name].numel() for name in declared),
         )
 
@@ -162,9 +182,13 @@ class GuardedEngine(RolloutEngine):
     def _check_refreshable(self) -> None:
         """Refuse a refresh that cannot succeed."""
 
+    def _may_write(self) -> bool:
+        """Whether `_load` is going to write into vLLM's memory itself, and to look for NaN then."""
+        return False
+
     @abstractmethod
-    def _load(self, received: Any, policy_version: int) -> str:
-        """Have vLLM hold a complete set and nothing of an earlier one; the digest of what it holds.
+    def _load(self, received: Any, policy_version: int) -> Loaded:
+        """Have vLLM hold a complete set and nothing of an earlier one.
 
         ``received`` is a mapping of names to tensors, or `Passing`, which fails at its end unless it was complete.
         """

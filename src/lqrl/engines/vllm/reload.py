@@ -16,6 +16,7 @@ from torch import Tensor
 from lqrl.engines.base import RefreshError
 from lqrl.engines.digest import digest, tensor_digests
 from lqrl.engines.transaction import all_tensors
+from lqrl.engines.vllm.held import in_order
 
 
 def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -125,16 +126,11 @@ def addresses(worker: Any) -> dict[str, int]:
 
 def model_digest(worker: Any) -> str:
     """Digest of every parameter and buffer; not of what kernels keep in memory of their own, as on a CPU."""
-    return digest((name, _in_order(tensor)) for name, tensor in all_tensors(worker.get_model()))
+    return digest((name, in_order(tensor)) for name, tensor in all_tensors(worker.get_model()))
 
 
 def held_digests(worker: Any) -> dict[str, str]:
     """What `model_digest` is made of, by name; layers' names are those they have without room for an adapter."""
-    named = [(_without_wrapper(name), _in_order(tensor)) for name, tensor in all_tensors(worker.get_model())]
+    named = [(_without_wrapper(name), in_order(tensor)) for name, tensor in all_tensors(worker.get_model())]
     values = tensor_digests([tensor for _, tensor in named])
     return {name: f"{tuple(t.shape)} {t.dtype} {v}" for (name, t), v in zip(named, values, strict=True)}
-
-
-def _in_order(tensor: Tensor) -> Tensor:
-    """A transposed matrix as it lies in memory, which is hashed without a copy."""
-    return tensor.t() if tensor.dim() == 2 and tensor.t().is_contiguous() else tensor

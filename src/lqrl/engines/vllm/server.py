@@ -23,9 +23,9 @@ from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
 from lqrl.engines.torch import EngineStats
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
-from lqrl.engines.vllm.engine import VLLMEngineFactory
+from lqrl.engines.vllm.factory import VLLMEngineFactory
 from lqrl.engines.vllm.fleet import Fleet, ReplicasGoneError, ReplicasLostError
-from lqrl.engines.vllm.guard import GuardedEngine
+from lqrl.engines.vllm.guard import GuardedEngine, Loaded
 from lqrl.engines.vllm.inspection import Inspection
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Group, Partial, begun, enough
@@ -339,12 +339,12 @@ class VLLMServerEngine(GuardedEngine):
         if not self._finalizer.alive:
             raise RefreshError("the engine is closed; build a new one")
 
-    def _load(self, received: Mapping[str, Tensor], policy_version: int) -> str:
+    def _load(self, received: Mapping[str, Tensor], policy_version: int) -> Loaded:
         """Send to all replicas; once more to the others, from the start, when some are lost on the way."""
         self._fleet.revive()
         while True:
             try:
-                return self._load_once(received, policy_version)
+                return Loaded(self._load_once(received, policy_version))
             except ReplicasGoneError as error:
                 if self.options.stream_refresh:
                     raise  # what has passed is gone

@@ -95,6 +95,7 @@ INLINE float quantize_row(const void *x, void *codes, int64_t k, int input, int 
         memcpy(&amax, &bits, 4);
         return amax;
     }
+    amax = amax > 0x1.fffffcp+127f ? 0x1.fffffcp+127f : amax; /* amax_cap in numerics/amax.py */
     float inverse = amax > 0.0f ? 127.0f / amax : FLT_MAX;
     inverse = inverse > FLT_MAX ? FLT_MAX : inverse;
     if (input == INPUT_FLOAT32) {

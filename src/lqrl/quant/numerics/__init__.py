@@ -1,7 +1,8 @@
 """Quantizers of every low-bit format as pure functions: tensors in, codes and scales out, one file a family.
 
 fp32 inside; the same bits on every device. Each file's docstring gives the rule, its source and the results at the
-edges: zeros, one huge value, subnormals, NaN and inf. Within 0.4 % of fp32's largest number, a value may decode to inf.
+edges: zeros, one huge value, subnormals, NaN and inf. Codes of finite weights decode to finite values in their own
+dtype, up to its largest number.
 """
 
 from __future__ import annotations

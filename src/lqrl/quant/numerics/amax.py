@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,15 @@ def shared_amax(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("shared_amax got no tensors; pass the weights that share one scale")
     return torch.stack([t.abs().amax().float() for t in tensors]).amax(dim=0, keepdim=True)
+
+
+def amax_cap(scale_dtype: torch.dtype) -> float:
+    """What integer formats cap a finite amax at before they divide it by the largest code.
+
+    The largest number of the scale's dtype but one. A quotient of the largest number itself may be rounded up, and the
+    code's value would then be inf in that dtype.
+    """
+    return math.ldexp(1 - torch.finfo(scale_dtype).eps, math.frexp(torch.finfo(scale_dtype).max)[1])
 
 
 def check_matrix(weight: Tensor) -> None:

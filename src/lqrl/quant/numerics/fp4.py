@@ -17,6 +17,8 @@ become 0; NaN or inf in a tensor gives a NaN global scale, in a block a NaN bloc
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from lqrl.quant.numerics.mx import E2M1, MX_BLOCK, E8M0Rule, decode_e8m0, scaled
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
 NVFP4_ZERO_SCALE = 0.125
+_GLOBAL_FLOOR = FP8_MAX * E2M1_MAX / math.ldexp(1 - 2**-20, 128)
 _EXPONENT = 0x7F800000
 
 
@@ -83,8 +86,8 @@ def nvfp4_global_scale(amax: Tensor) -> Tensor:
 def nvfp4_token_scale(x: Tensor) -> Tensor:
     """The rule of `nvfp4_global_scale` for each token of ``x`` ``[..., K]``: fp32 ``[..., 1]``."""
     amax = row_amax(x)
-    scale = amax.reciprocal() * (FP8_MAX * E2M1_MAX)
-    return torch.where(amax.isfinite(), torch.where(scale.isinf(), 1.0, scale), torch.nan)
+    scale = amax.reciprocal().mul_(FP8_MAX * E2M1_MAX).nan_to_num_(math.nan, 1.0).clamp_min_(_GLOBAL_FLOOR)
+    return torch.where(amax.isfinite(), scale, torch.nan)
 
 
 def quantize_nvfp4(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,8 +6,9 @@ so its grid is 7 % finer, saturates the largest value when it is positive, and i
 ``codes * scale``; given the same scale, both give the same codes except for its -8.
 
 Defined results at the edges: a zero group has codes 0 and scale 1e-5; one huge value is kept at +-7 and what is below
-half a step becomes 0; groups below 7e-5, subnormal ones too, lose resolution to the floor and stay finite; a group
-with NaN or inf has codes 0 and scale NaN, so it dequantizes to NaN.
+half a step becomes 0, and amax is capped so that it stays finite (`amax_cap`); groups below 7e-5, subnormal ones too,
+lose resolution to the floor and stay finite; a group with NaN or inf has codes 0 and scale NaN, so it dequantizes to
+NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lqrl.quant.numerics.amax import check_matrix, in_groups, row_amax
+from lqrl.quant.numerics.amax import amax_cap, check_matrix, in_groups, row_amax
 
 INT4_MAX = 7.0
 INT4_SCALE_FLOOR = 1e-5
@@ -43,7 +44,8 @@ def quantize_int4_group(
     check_matrix(weight)
     groups = in_groups(weight.float(), group_size, "int4")
     amax = row_amax(groups)
-    scale = torch.div(amax, torch.full_like(amax, largest)).clamp_min_(INT4_SCALE_FLOOR).to(scale_dtype).float()
+    scale = torch.div(amax, torch.full_like(amax, largest))
+    scale = scale.clamp_(INT4_SCALE_FLOOR, amax_cap(scale_dtype) / largest).to(scale_dtype).float()
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = torch.div(groups, scale).round_().clamp_(-largest, largest).nan_to_num_(0.0)
     return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)

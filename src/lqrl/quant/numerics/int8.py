@@ -8,7 +8,8 @@ Defined results at the edges:
 
 * a zero row has codes 0; its scale is 0 for a token, and positive for a weight (``amax`` is floored at 1e-30), since
   a stored scale of 0 is what a lost tensor looks like;
-* a row with one huge value keeps that value at +-127, and what is below half a step becomes 0;
+* a row with one huge value keeps that value at +-127, and what is below half a step becomes 0; amax is capped at the
+  largest number but one of the scale's dtype (`amax_cap`), so that codes of finite values stand for finite values;
 * a row with NaN or inf has codes 0 and scale NaN, so it dequantizes to NaN and cannot pass unseen.
 """
 
@@ -17,17 +18,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lqrl.quant.numerics.amax import amax_cap, check_matrix
+
 INT8_MAX = 127.0
 WEIGHT_AMAX_FLOOR = 1e-30
 _FP32_MAX = torch.finfo(torch.float32).max
+_FP32_CAP = amax_cap(torch.float32)
 
 
 def _quantize_rows(x: Tensor, amax_floor: float, largest: float) -> tuple[Tensor, Tensor]:
     x = x.float()
-    amax = x.abs().amax(dim=-1, keepdim=True).clamp_min(amax_floor)
+    amax = x.abs().amax(dim=-1, keepdim=True)
+    finite = amax.isfinite()
+    amax = amax.clamp_(amax_floor, _FP32_CAP)
     # Tensors on both sides: torch turns `127 / x`, and on CUDA `x / 127`, into products with a rounded reciprocal.
     qmax = torch.full_like(amax, largest)
-    finite = amax.isfinite()
     # |x| * (qmax / amax) rounds to at most qmax; the cap keeps 0 * inf out of zero rows.
     reciprocal = torch.where(finite, torch.div(qmax, amax).clamp_max_(_FP32_MAX), torch.nan)
     codes = (x * reciprocal).round_().nan_to_num_(0.0).to(torch.int8)
@@ -51,8 +56,7 @@ def quantize_int8_channel(weight: Tensor, largest: float = INT8_MAX) -> tuple[Te
     Raises:
         ValueError: when ``weight`` is not a matrix.
     """
-    if weight.ndim != 2:
-        raise ValueError(f"a linear weight has shape [out, in], got {tuple(weight.shape)}")
+    check_matrix(weight)
     return _quantize_rows(weight, WEIGHT_AMAX_FLOOR, largest)
 
 
@@ -66,8 +70,9 @@ def quantize_int8_rounded(weight: Tensor, scale_dtype: torch.dtype, largest: flo
         Codes ``[N, K]`` int8 in [-largest, largest], and scales ``[N, 1]`` in ``scale_dtype``.
     """
     weight = weight.float()
-    amax = weight.abs().amax(dim=-1, keepdim=True).clamp_min(WEIGHT_AMAX_FLOOR)
-    scale = torch.div(amax, torch.full_like(amax, largest)).to(scale_dtype).float()
+    amax = weight.abs().amax(dim=-1, keepdim=True)
+    capped = amax.clamp(WEIGHT_AMAX_FLOOR, amax_cap(scale_dtype))
+    scale = torch.div(capped, torch.full_like(amax, largest)).to(scale_dtype).float()
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = torch.div(weight, scale).round_().clamp_(-largest, largest).nan_to_num_(0.0)
     return codes.to(torch.int8), scale.to(scale_dtype)

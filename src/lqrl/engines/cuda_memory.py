@@ -1,0 +1,243 @@
+"""GPU memory behind fixed addresses: a reserved range that physical memory is mapped into and taken out of.
+
+By the virtual memory calls of the CUDA driver, through ctypes: PyTorch has no such memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+LIBRARY = "libcuda.so.1"
+LARGEST_PART = 2**30  # bytes of one physical allocation: mapping costs by their number, whatever their size
+
+_OUT_OF_MEMORY = 2
+_ADVICE = {
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or driver maps no virtual memory; set the engine's sleep_level to 0",
+    "CUDA_ERROR_NOT_INITIALIZED": "use the GPU through torch first",
+    "CUDA_ERROR_INVALID_CONTEXT": "use the GPU through torch in this thread first",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel before this call failed; find it with CUDA_LAUNCH_BLOCKING=1",
+}
+_OTHERWISE = "set the engine's sleep_level to 0 to go without"
+
+_Size, _Address, _Handle, _Flags = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuMemGetInfo_v2": (ctypes.POINTER(_Size), ctypes.POINTER(_Size)),
+    "cuMemGetAllocationGranularity": (ctypes.POINTER(_Size), ctypes.c_void_p, ctypes.c_int),
+    "cuMemAddressReserve": (ctypes.POINTER(_Address), _Size, _Size, _Address, _Flags),
+    "cuMemAddressFree": (_Address, _Size),
+    "cuMemCreate": (ctypes.POINTER(_Handle), _Size, ctypes.c_void_p, _Flags),
+    "cuMemRelease": (_Handle,),
+    "cuMemMap": (_Address, _Size, _Size, _Handle, _Flags),
+    "cuMemUnmap": (_Address, _Size),
+    "cuMemSetAccess": (_Address, _Size, ctypes.c_void_p, _Size),
+}
+
+
+class _Location(ctypes.Structure):
+    """``CUmemLocation``: type 1 is a device."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """``CUmemAllocationProp``: type 1 is memory that stays where it is."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``: flags 3 is to read and write."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a call."""
+
+
+class OutOfDeviceMemory(DriverError):
+    """The GPU has less free memory than was asked for."""
+
+
+class Driver:
+    """The driver's memory calls; an error of one is an exception.
+
+    Calls belong to the context that is current in the calling thread; torch's runtime makes a device's primary one so.
+
+    Args:
+        library: the driver's file.
+
+    Raises:
+        DriverError: when there is no such library, it lacks a call, or it does not start.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, types in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = types, ctypes.c_int
+        except (OSError, AttributeError) as error:
+            raise DriverError(
+                f"{library} cannot be used ({error}): install NVIDIA's driver, or set the engine's sleep_level to 0"
+            ) from error
+        self._call("cuInit", 0)
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of the current device that are free, and all of them."""
+        free, total = _Size(), _Size()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def granularity(self, device: int) -> int:
+        """Bytes that sizes and addresses must be multiples of."""
+        found, recommended = _Size(), 1
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(found), _pointer(_properties(device)), recommended)
+        return found.value
+
+    def reserve(self, size: int) -> int:
+        """The address of ``size`` bytes that nothing lies behind yet."""
+        address = _Address()
+        self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
+        return address.value
+
+    def free(self, address: int, size: int) -> None:
+        """Undo `reserve`."""
+        self._call("cuMemAddressFree", address, size)
+
+    def map(self, address: int, size: int, device: int) -> None:
+        """Put new memory of ``device`` behind an address; it lives until `unmap`."""
+        handle = _Handle()
+        self._call("cuMemCreate", ctypes.byref(handle), size, _pointer(_properties(device)), 0)
+        try:
+            self._call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+
+    def allow(self, address: int, size: int, device: int) -> None:
+        """Let ``device`` read and write what is mapped."""
+        access = _Access(_Location(1, device), 3)
+        self._call("cuMemSetAccess", address, size, _pointer(access), 1)
+
+    def unmap(self, address: int, size: int) -> None:
+        """Undo one `map`: the memory is the device's again."""
+        self._call("cuMemUnmap", address, size)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code == 0:
+            return
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(code, ctypes.byref(text))
+        error = text.value.decode() if text.value else f"error {code}"
+        if code == _OUT_OF_MEMORY:
+            raise OutOfDeviceMemory(f"{name}: {error}")
+        raise DriverError(f"{name}: {error}; {_ADVICE.get(error, _OTHERWISE)}")
+
+
+@cache
+def driver() -> Driver:
+    """The driver of this machine."""
+    return Driver()
+
+
+class MappedRange:
+    """Addresses that are kept, and memory behind them that comes and goes.
+
+    The addresses are given back when the object is collected; whoever uses them must hold it.
+
+    Args:
+        calls: the driver.
+        device: which GPU, as torch numbers them.
+        size: bytes; rounded up to what the driver maps.
+        ready: waits for all work on the device and makes its context current; before anything is mapped or unmapped.
+        part: most bytes of one physical allocation.
+
+    Attributes:
+        address: of the first byte.
+        size: bytes.
+    """
+
+    def __init__(
+        self, calls: Driver, device: int, size: int, ready: Callable[[], object], part: int = LARGEST_PART
+    ) -> None:
+        ready()
+        unit = calls.granularity(device)
+        self.size = -(-size // unit) * unit
+        self._calls, self._device, self._ready = calls, device, ready
+        self._part = max(unit, part // unit * unit)
+        self._mapped: list[tuple[int, int]] = []
+        self.address = calls.reserve(self.size)
+        finalizer = weakref.finalize(self, _give_back, calls, ready, self._mapped, self.address, self.size)
+        finalizer.atexit = False  # a process that ends gives everything back
+
+    @property
+    def mapped(self) -> bool:
+        """Whether there is memory behind the addresses."""
+        return bool(self._mapped)
+
+    def map(self) -> None:
+        """Put memory behind all addresses; its contents are undefined.
+
+        Raises:
+            OutOfDeviceMemory: with what is asked and what is free; nothing is mapped then.
+            DriverError: for anything else; nothing is mapped then.
+        """
+        if self._mapped:
+            return
+        self._ready()
+        try:
+            for start in range(0, self.size, self._part):
+                address, size = self.address + start, min(self._part, self.size - start)
+                self._calls.map(address, size, self._device)
+                self._mapped.append((address, size))
+            self._calls.allow(self.address, self.size, self._device)
+        except DriverError as error:
+            _unmap(self._calls, self._mapped)
+            if not isinstance(error, OutOfDeviceMemory):
+                raise
+            free, total = self._calls.free_and_total()
+            raise OutOfDeviceMemory(
+                f"{self.size / 2**30:.2f} GiB are asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free on "
+                f"cuda:{self._device} ({error})"
+            ) from error
+
+    def unmap(self) -> None:
+        """Give the memory to the device; the addresses stay."""
+        if self._mapped:
+            self._ready()
+            _unmap(self._calls, self._mapped)
+
+
+def _unmap(calls: Driver, mapped: list[tuple[int, int]]) -> None:
+    while mapped:
+        calls.unmap(*mapped[-1])
+        mapped.pop()
+
+
+def _give_back(
+    calls: Driver, ready: Callable[[], object], mapped: list[tuple[int, int]], address: int, size: int
+) -> None:
+    ready()
+    _unmap(calls, mapped)
+    calls.free(address, size)
+
+
+def _properties(device: int) -> _Properties:
+    return _Properties(type=1, handle_types=0, location=_Location(1, device))
+
+
+def _pointer(structure: ctypes.Structure) -> Any:
+    return ctypes.cast(ctypes.pointer(structure), ctypes.c_void_p)
