@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -39,6 +41,21 @@ class Job:
     rows: Sequence[Row]
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def add_job_options(parser: argparse.ArgumentParser, what: str, *, limit: float, budget: float = 570) -> None:
+    """The options of every benchmark that measures in children; ``--case`` is what a child is started with.
+
+    Args:
+        parser: of the benchmark.
+        what: one job measures.
+        limit, budget: defaults, see `run_jobs`.
+    """
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--limit", type=float, default=limit, help=f"seconds for {what}")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds for everything")
+    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
 
 
 # ---------------------------------------------------------------- in a child

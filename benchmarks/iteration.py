@@ -17,7 +17,6 @@ multiprocess``), which only TRL's processes see. A learner that fails or takes l
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from children import Job, Row, failure, run_jobs, send, versions, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from rows import Record, Table
 from shapes import SHAPES
 
@@ -148,13 +147,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trl-rows", type=int, default=8, help="sequences of a micro-batch of TRL")
     parser.add_argument("--dtype", default="bfloat16", help="of products")
     parser.add_argument("--master", default="float32", help="of parameters and optimizer")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--trl-path", type=Path, help="a folder with trl and datasets")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, for trl-vllm")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one row")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_job_options(parser, "one row", limit=240)
     args = parser.parse_args(argv)
     if not args.case:
         check(args, parser.error)

@@ -17,14 +17,12 @@ Each learner runs in a process of its own; one that fails or takes longer than `
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from children import Job, Row, failure, run_jobs, send, versions, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from rows import Record, Table
 from shapes import SHAPES
 
@@ -289,11 +287,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-tokens", type=int, help="most tokens of a micro-batch; the default goes by the model")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters and products")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one row")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_job_options(parser, "one row", limit=120)
     return parser.parse_args(argv)
 
 

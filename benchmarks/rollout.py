@@ -18,7 +18,6 @@ costs its rows. transformers has no formats: its rows are those of bf16. A vLLM 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from children import Job, Row, failure, run_jobs, send, versions, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from rows import Record, Table
 from shapes import SHAPES
 
@@ -210,14 +209,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--group", type=int, default=1, help="samples that share a prompt")
     parser.add_argument("--repeats", type=int, default=1, help="measured calls; the fastest counts")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one engine in one format")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_job_options(parser, "one engine in one format", limit=240)
     args = parser.parse_args(argv)
     if any(batch % args.group for batch in args.batch):
         parser.error(f"--group {args.group} does not divide every one of --batch {args.batch}")

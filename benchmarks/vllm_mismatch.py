@@ -23,7 +23,6 @@ vLLM's too. A process for each format and mode; one that fails or takes longer t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Job, Row, failure, run_jobs, send, versions, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from rollout import VLLM_ENVIRONMENT
 from rows import Record, Table
 
@@ -235,7 +234,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", default="8B", help="a folder, or a shape of benchmarks/shapes.py with random weights"
     )
     parser.add_argument("--layers", type=int, default=4, help="of a shape")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--modes", nargs="+", default=["eager", "invariant"], choices=MODES)
     parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=TABLES, help="besides log-probs")
@@ -247,10 +245,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=3, help="layers shown part by part")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
-    parser.add_argument("--limit", type=float, default=180, help="seconds for one format")
-    parser.add_argument("--budget", type=float, default=1800, help="seconds for everything")
-    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_job_options(parser, "one format", limit=180, budget=1800)
     args = parser.parse_args(argv)
     if not 1 <= args.sequences <= args.prompts:
         parser.error(f"--sequences must be 1 to {args.prompts}, the number of prompts")

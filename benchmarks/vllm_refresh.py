@@ -17,7 +17,6 @@ oneDNN is switched off: it keeps weights to itself, which no copy reaches.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from children import Job, Row, failure, run_jobs, send, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, send, wait_for_turn
 from rollout import VLLM_ENVIRONMENT, place
 from rows import Record, Table
 from shapes import SHAPES
@@ -195,14 +194,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="measured refreshes of each way")
     parser.add_argument("--count-changes", action="store_true", help="count what a refresh changes, as by default")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compiler and captured graphs")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
-    parser.add_argument("--limit", type=float, default=150, help="seconds for one format")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for everything")
-    parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_job_options(parser, "one format", limit=150)
     return parser.parse_args(argv)
 
 
