@@ -21,14 +21,18 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from learner import BUDGETS, make_batch, mixed_lengths, randomize_
 from rows import Record, Table
 from shapes import SHAPES
 
-WAYS = {"kept": (0, False), "cache released": (1, False), "cache and state": (1, True)}
+WAYS: dict[str, tuple[Literal[0, 1], bool]] = {
+    "kept": (0, False),
+    "cache released": (1, False),
+    "cache and state": (1, True),
+}
 SMALL_STATES = ("8B", "32B")  # moments of 6 bytes and more fit beside nothing of these
 MICRO_BATCHES = BUDGETS | {"8B": 1024}  # beside gradients and state
 
@@ -73,7 +77,8 @@ class Iterations:
         self.prompts = [Prompt(id=i, input_ids=tuple(ids)) for i, ids in enumerate(drawn.tolist())]
         self.params = SamplingParams(n=case["samples"], max_tokens=case["tokens"], ignore_eos=True)
         spec = EngineSpec(config, self.scheme, self.dtype, self.device, length, ())
-        self.engine = TorchEngineFactory(max_num_seqs=case["prompts"] * case["samples"], sleep_level=level)(spec)
+        factory = TorchEngineFactory(max_num_seqs=case["prompts"] * case["samples"], sleep_level=level)
+        self.engine = factory(spec)
         self.version = 0
 
     def refresh(self) -> None:

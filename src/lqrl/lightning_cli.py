@@ -81,11 +81,11 @@ class LqrlCLI(LightningCLI):
                 print(text)
                 sys.exit(0)
         super().parse_arguments(parser, args)
-        check_trainer(vars(self.config[self.config.subcommand].trainer))
+        check_trainer(vars(_of_command(self.config).trainer))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Leave out the callbacks that an option switches off; Lightning refuses one beside the other."""
-        options = self.config_init[self.config.subcommand].trainer
+        options = _of_command(self.config_init).trainer
         given = options.callbacks or []
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         if options.enable_progress_bar is False:
@@ -152,6 +152,12 @@ class LqrlCLI(LightningCLI):
                 before = f"{history[0][1][name]:.3f} before (version {history[0][0]}), "
             when = f"after (version {history[-1][0]})" if before else f"at version {history[-1][0]}"
             print(f"{name}: {before}{score:.3f} {when}")
+
+
+def _of_command(config: Any) -> Any:
+    """The part of a parsed command line that a run is made of; all of it where no command is given, only values."""
+    command = config.get("subcommand")
+    return config[command] if command else config
 
 
 def run(args: ArgsType = None) -> LightningCLI:
