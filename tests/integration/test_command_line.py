@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,14 @@ class Slow(RewardFn):
 """
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """A process that a shell started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_in_the_first_iteration_says_what_to_do_next(tmp_path, signals):
     (tmp_path / "slow.py").write_text(SLOW)
@@ -286,13 +295,13 @@ def test_ctrl_c_in_the_first_iteration_says_what_to_do_next(tmp_path, signals):
 
 
 @pytest.mark.parametrize("options", [(), ("--model.sampling.max_tokens=1000",)])
-def test_ctrl_c_after_a_run_is_pythons_own_again(lqrl, options):
+def test_ctrl_c_after_a_run_is_pythons_own_again(lqrl, options, listening):
     lqrl("fit", *options)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_before_the_run_says_so(lqrl, tmp_path):
+def test_ctrl_c_before_the_run_says_so(lqrl, tmp_path, listening):
     (tmp_path / "interrupting.py").write_text("import signal\n\nsignal.raise_signal(signal.SIGINT)\n")
     done = lqrl("fit", "--model=interrupting.Module")
     assert done.failed
