@@ -153,8 +153,8 @@ def test_what_is_installed_and_broken_fails_in_one_line(broken):
     assert rows["wandb"]["detail"] == "OSError: libwandb.so"
     assert rows["wandb"]["remedy"] == "pip install --force-reinstall 'wandb>=0.19'"
     assert rows["vllm"]["status"] == "missing"
-    assert rows["vllm"]["detail"].startswith("0.1, needs >=0.26")
-    assert rows["vllm"]["remedy"] == "pip install 'vllm>=0.26'"
+    assert rows["vllm"]["detail"].startswith("0.1, needs >=0.26,<0.33")
+    assert rows["vllm"]["remedy"] == "pip install 'vllm>=0.26,<0.33'"
 
 
 def test_the_variable_shows_where_the_first_failure_was_raised(broken):

@@ -84,7 +84,7 @@ def _imported(name: str, requirement: Requirement, use: str) -> Row:
 
 def _installed(name: str, requirement: Requirement, use: str) -> Row:
     """The package's row as its metadata has it, without an import."""
-    wanted = str(requirement.specifier)
+    wanted = _range(requirement)
     facts = {"required": wanted}
     what = f", for {use}" if use else ""
     try:
@@ -114,9 +114,14 @@ def _name_of(text: str) -> str:
     return text[:end]
 
 
+def _range(requirement: Requirement) -> str:
+    """Accepted versions, the lower end first."""
+    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
+
+
 def _install(requirement: Requirement) -> str:
-    return f"pip install '{requirement.name}{requirement.specifier}'"
+    return f"pip install '{requirement.name}{_range(requirement)}'"
 
 
 def _again(requirement: Requirement) -> str:
-    return f"pip install --force-reinstall '{requirement.name}{requirement.specifier}'"
+    return f"pip install --force-reinstall '{requirement.name}{_range(requirement)}'"
