@@ -10,17 +10,10 @@ import pytest
 import torch
 import yaml
 
+from less import LESS
 from lqrl.cli import run
 
 ROOT = Path(__file__).parents[1]
-LESS = [
-    "--trainer.max_epochs=1",
-    "--trainer.num_sanity_val_steps=0",
-    "--data.init_args.iterations_per_epoch=1",
-    "--data.init_args.prompts_per_iteration=8",
-    "--data.init_args.train.limit=64",
-    "--data.init_args.val.limit=8",
-]
 EXPORT = Path("runs/quickstart/version_0/hf-int8_w8a8")
 
 

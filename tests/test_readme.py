@@ -13,17 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from less import LESS
 from lqrl.cli import run
 
 README = Path("README.md").read_text(encoding="utf-8")
-LESS = [
-    "--trainer.max_epochs=1",
-    "--trainer.num_sanity_val_steps=0",
-    "--data.init_args.iterations_per_epoch=1",
-    "--data.init_args.prompts_per_iteration=8",
-    "--data.init_args.train.limit=64",
-    "--data.init_args.val.limit=8",
-]
 
 
 def shell_lines() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 from torch import Tensor
-from vllm_models import build, policy_of, shared, weights_of
+from vllm_models import build, policy_of, reused, shared, weights_of
 
 from lqrl.engines.base import RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMEngine, reload
@@ -164,17 +164,8 @@ def test_no_prefix_of_the_old_weights_is_read() -> None:
 def test_a_buffer_that_the_sender_uses_again_is_no_fault(count_changes: bool) -> None:
     """VLLM keeps what it is sent until a layer is complete."""
     engine, weights = shared(count_changes=count_changes), stream()
-    buffer = torch.empty(max(t.numel() for _, t in weights))
-
-    def reused() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            part = buffer[: tensor.numel()].view(tensor.shape)
-            part.copy_(tensor)
-            yield name, part
-            buffer.fill_(torch.nan)
-
     good = engine.update_weights(weights, policy_version=0).digest
-    assert engine.update_weights(reused(), policy_version=1).digest == good
+    assert engine.update_weights(reused(weights), policy_version=1).digest == good
 
 
 def test_a_refresh_in_inference_mode_can_be_followed_by_one_outside() -> None:

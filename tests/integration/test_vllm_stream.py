@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 from torch import Tensor
-from vllm_models import build, shared, weights_of
+from vllm_models import build, reused, shared, weights_of
 
 from lqrl.engines.base import RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMEngine, coverage
@@ -130,15 +130,6 @@ def test_a_faulty_stream_makes_the_engine_refuse_until_a_good_one() -> None:
 
 def test_a_buffer_that_the_sender_uses_again_is_no_fault() -> None:
     engine, weights = streaming(), list(weights_of("qwen2", NONE, torch.float32))
-    buffer = torch.empty(max(t.numel() for _, t in weights))
-
-    def reused() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            part = buffer[: tensor.numel()].view(tensor.shape)
-            part.copy_(tensor)
-            yield name, part
-            buffer.fill_(torch.nan)
-
     good = engine.update_weights(weights, policy_version=0).digest
-    assert engine.update_weights(reused(), policy_version=1).digest == good
+    assert engine.update_weights(reused(weights), policy_version=1).digest == good
     engine.close()

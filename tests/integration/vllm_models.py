@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -65,6 +66,16 @@ def weights_of(family: str, scheme: QuantScheme, dtype: torch.dtype, seed: int =
     """What a learner sends."""
     policy = policy_of(family, seed, kv=scheme.kv_cache is not None, **options)
     return export_weights(policy, scheme, export_dtype=dtype)
+
+
+def reused(weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``weights``, one after another in the same buffer, which holds NaN when the next is asked for."""
+    buffer = torch.empty(max(t.numel() for _, t in weights))
+    for name, tensor in weights:
+        part = buffer[: tensor.numel()].view(tensor.shape)
+        part.copy_(tensor)
+        yield name, part
+        buffer.fill_(torch.nan)
 
 
 def build(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.sampling import sample, uniforms
-from lqrl.engines.vllm.coverage import changed_fractions, receive
+from lqrl.engines.vllm.coverage import changed_fractions, checked
 from lqrl.engines.vllm.requests import Generated, Sample, completion, grouped, samples, sampling_fields
 from lqrl.engines.vllm.truncation import MassRecord, truncate_
 from lqrl.quant.stream import StableTensors
@@ -84,7 +84,7 @@ def expected_set() -> dict[str, Tensor]:
 def test_a_complete_set_is_held_in_order() -> None:
     sent = [("b", torch.ones(4, dtype=torch.int8)), ("a", torch.ones(2, 3))]
     held, kept, copied = (
-        receive(stream, expected_set(), {}, keep=keep)
+        dict(checked(stream, expected_set(), {}, keep=keep))
         for stream, keep in ((StableTensors(sent), False), (StableTensors(sent), True), (sent, False))
     )
     assert list(held) == ["b", "a"]
@@ -96,7 +96,7 @@ def test_a_complete_set_is_held_in_order() -> None:
 
 def test_the_missing_elements_are_counted() -> None:
     with pytest.raises(RefreshError, match="4 of 10 elements came; missing: a"):
-        receive([("b", torch.ones(4, dtype=torch.int8))], expected_set(), {}, keep=False)
+        dict(checked([("b", torch.ones(4, dtype=torch.int8))], expected_set(), {}, keep=False))
 
 
 def test_changed_fractions_by_hand() -> None:

@@ -17,26 +17,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOOK_BYTES = 2**26  # of tensors that wait to be looked at for NaN together
 
 
-def receive(
-    weights: NamedTensors,
-    expected: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    *,
-    keep: bool,
-    frozen: Collection[str] = (),
-    looks: bool = True,
-) -> dict[str, Tensor]:
-    """All of ``weights``, checked by name, shape, dtype and element, in the order they came.
-
-    Args:
-        weights, expected, aliases, keep, frozen, looks: see `checked`.
-
-    Raises:
-        RefreshError: see `checked`.
-    """
-    return dict(checked(weights, expected, aliases, keep=keep, frozen=frozen, looks=looks))
-
-
 @torch.no_grad()
 def checked(
     weights: NamedTensors,

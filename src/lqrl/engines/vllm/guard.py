@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lqrl.engines.base import Digests, EngineSpec, NamedTensors, RefreshError, RolloutEngine, StaleEngineError
 from lqrl.engines.torch import EngineStats
-from lqrl.engines.vllm.coverage import Passing, changed_fractions, checked, receive
+from lqrl.engines.vllm.coverage import Passing, changed_fractions, checked
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, completion, grouped, samples
 from lqrl.engines.vllm.served import ServedModel
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
@@ -141,12 +141,12 @@ class GuardedEngine(RolloutEngine):
         self._writes = self._may_write()
         aliases, looks, changed = self.served.aliases, not self._writes, (math.nan, math.nan)
         keeps = self._counts_changes and not self._writes
+        stream = checked(weights, expected, aliases, keep=keeps, frozen=declared, looks=looks)
         if self._streams:
-            stream = checked(weights, expected, aliases, keep=False, frozen=declared, looks=looks)
             passing = Passing(stream, set(aliases.values()))
             loaded, sent = self._load(passing, policy_version), passing.elements
         else:
-            received = receive(weights, expected, aliases, keep=keeps, frozen=declared, looks=looks)
+            received = dict(stream)
             loaded, sent = self._load(received, policy_version), {name: t.numel() for name, t in received.items()}
             if keeps:
                 changed = changed_fractions(self._sent, received, [self._sendable[name] for name in declared])
