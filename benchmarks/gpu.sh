@@ -3,15 +3,17 @@
 #
 #   benchmarks/gpu.sh FOLDER [PART...]
 #
-# Parts, all by default, in this order: tests exact refresh cost decode gemm rollout learner memory iteration vllm mismatch.
+# Parts, all by default, in the order of ALL below. Two cards are used by two calls with other parts and folders, each with
+# CUDA_VISIBLE_DEVICES. WORKERS is the number of processes of the unit tests (13).
 # MODEL_PATH names the folder of SmolLM2-135M-Instruct for the part `mismatch`, which has random weights alone without it.
 # VLLM_PATH and TRL_PATH name folders that are put before the path of the children that need vLLM and TRL; without them
-# the parts `vllm` and TRL's half of `iteration` use what is installed. A part that fails or is cut leaves what it printed.
+# the parts `vllm_*` and TRL's half of `iteration` use what is installed. A part that fails or is cut leaves what it printed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(mkdir -p "$1" && cd "$1" && pwd)"
 shift
-parts="${*:-tests exact refresh cost decode gemm rollout learner memory iteration vllm mismatch}"
+ALL="tests memory_tests exact refresh cost decode gemm rollout learner memory iteration vllm_tests vllm_refresh mismatch"
+parts="${*:-$ALL}"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
 # part NAME SECONDS COMMAND...: what it printed is NAME.txt, and its last lines are shown.
@@ -32,7 +34,7 @@ for name in $parts; do
         part integration 540 python3 -m pytest -v --tb=short -p no:cacheprovider tests/integration/test_exact.py \
             tests/integration/test_exact_guard.py tests/integration/test_exact_proximal.py \
             tests/integration/test_phase_timer.py &
-        part tests 540 python3 -m pytest -v -n 13 -m gpu --tb=short -p no:cacheprovider tests/unit
+        part tests 540 python3 -m pytest -v -n "${WORKERS:-13}" -m gpu --tb=short -p no:cacheprovider tests/unit
         wait
         grep "FAILED\|ERROR" "$out/tests.txt" | sort -u | head -40
         unset LQRL_TEST_ACCELERATOR
@@ -59,19 +61,21 @@ for name in $parts; do
             --rows "$out/rollout.jsonl"
         ;;
     learner) part learner 300 python3 benchmarks/learner.py --budget 280 --rows "$out/learner.jsonl" ;;
-    memory)
+    memory_tests)
         # Free memory is the card's: these tests are skipped beside others.
         part memory_tests 150 python3 -m pytest -v -m gpu --tb=short -p no:cacheprovider \
             tests/unit/test_engine_memory.py tests/unit/test_optimizer_offload.py
         LQRL_TEST_ACCELERATOR=cuda part memory_runs 90 python3 -m pytest -v --tb=short -p no:cacheprovider \
             tests/integration/test_memory.py
+        ;;
+    memory)
         part memory 320 python3 benchmarks/memory.py --repeats 2 --limit 110 --budget 300 --rows "$out/memory.jsonl"
         ;;
     iteration)
         part iteration 440 python3 benchmarks/iteration.py ${TRL_PATH:+--trl-path "$TRL_PATH"} --budget 420 \
             --rows "$out/iteration.jsonl"
         ;;
-    vllm)
+    vllm_tests)
         export LQRL_TEST_ACCELERATOR=cuda
         PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part vllm_tests 420 python3 -m pytest -v --tb=short \
             -p no:cacheprovider tests/integration/test_vllm_engine.py tests/integration/test_vllm_refresh.py \
@@ -79,6 +83,8 @@ for name in $parts; do
         PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part vllm_direct 240 python3 -m pytest -v --tb=short \
             -p no:cacheprovider tests/integration/test_vllm_direct.py
         unset LQRL_TEST_ACCELERATOR
+        ;;
+    vllm_refresh)
         part vllm_refresh 560 python3 benchmarks/vllm_refresh.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 540 \
             --rows "$out/vllm_refresh.jsonl"
         ;;
