@@ -71,17 +71,28 @@ def test_captured_fused_steps_draw_what_plain_ones_do(scheme: str, dtype: torch.
     """Fewer slots than samples, prompts up to 200 tokens: several key blocks, slots that are left and taken again."""
     fused, steps = (wide_engine(scheme, dtype, cuda_graphs=on) for on in (True, False))
     plain = wide_engine(scheme, dtype, fused=False)
+    full = wide_engine("none", dtype, fused=False)
     assert isinstance(fused.decoder.lean, FusedDecoder)
     assert not isinstance(plain.decoder.lean, FusedDecoder)
+    parsed = QuantScheme.parse(scheme)
     asked, params = prompts(25, 200, 9000), SamplingParams(n=4, max_tokens=40, temperature=0)
-    drawn = [e.generate(asked, params, seed=0) for e in (fused, steps, plain)]
+    drawn = [e.generate(asked, params, seed=0) for e in (fused, steps, plain, full)]
     assert fused._stepper.captured > 0
     tokens = [torch.stack([c.token_ids for group in groups for c in group]) for groups in drawn]
     logprobs = [torch.stack([c.logprobs for group in groups for c in group]) for groups in drawn]
+
+    def apart(i: int, j: int) -> tuple[float, float]:
+        """Share of equal tokens and mean gap, of each row up to its first other token: what follows is another text."""
+        equal = (tokens[i] == tokens[j]).int().cumprod(1).bool()
+        return float(equal.float().mean()), float((logprobs[i] - logprobs[j])[equal].abs().mean())
+
+    noise = apart(2, 3)[1]
     for i, name in ((1, "not captured"), (2, "plain")):
-        # A row counts up to its first other token: what follows is another text.
-        equal = (tokens[0] == tokens[i]).int().cumprod(1).bool()
-        share, error = float(equal.float().mean()), float((logprobs[0] - logprobs[i])[equal].abs().mean())
+        share, error = apart(0, i)
+        if i == 2 and parsed.activation is not None:
+            # A rounding that flips one code becomes the noise of the format within a few layers.
+            assert 0 < error < 2 * noise, (name, share, error, noise)
+            continue
         assert share > (0.999 if dtype == torch.float32 else 0.5), (name, share, error)
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), (name, share, error)
 

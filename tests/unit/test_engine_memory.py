@@ -279,7 +279,8 @@ def test_graphs_survive_a_release_whose_memory_others_write() -> None:
         sleepy.wake()
         assert_same(samples(awake, seed), samples(sleepy, seed))
         del noise
-    assert (sleepy._stepper.captured, sleepy._cache.geometry) == (captured, geometry)
+    assert sleepy._stepper.captured == awake._stepper.captured >= captured
+    assert sleepy._cache.geometry == geometry
 
 
 @pytest.mark.gpu

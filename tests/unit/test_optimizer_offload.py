@@ -50,7 +50,8 @@ def parameters(dtype: torch.dtype, device: torch.device) -> Named:
 def step(named: Named, optimizer: torch.optim.Optimizer, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for _, parameter in named:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+        # The layout of the parameter: AdamW fused wants it.
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
     optimizer.step()
 
 

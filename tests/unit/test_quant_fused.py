@@ -12,7 +12,7 @@ from lqrl.quant.fused import fuse_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.methods import linear_method
 from lqrl.quant.methods.exact import exact_method
-from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.scheme import PRESETS, QuantScheme
 
 WIDTHS = (256, 128, 128)
 K = 256
@@ -71,6 +71,25 @@ def test_what_has_no_common_product_is_left_alone():
     adapted[1].add_low_rank(4, 1.0)
     assert fuse_(adapted) is None
     assert before == [t.data_ptr() for layer in (*int8, *plain) for t in (*layer.parameters(), *layer.buffers())]
+
+
+@pytest.mark.parametrize("name", [n for n, s in PRESETS.items() if s.quantizes and n != "nf4"])
+def test_rows_of_a_block_have_codes_of_their_own_and_exact_methods_say_the_same(name):
+    method, weight = linear_method(PRESETS[name]), torch.randn(256, K)
+    block = method.row_block
+    for exact in [exact_method(method)] if name != "fp8_per_tensor" else []:
+        assert (exact.row_block, exact.shares_amax) == (block, method.shares_amax)
+    amax = weight.abs().amax().view(1) if method.shares_amax else None
+    whole, part = method.quantize(weight, amax), method.quantize(weight[block : 2 * block], amax)
+    for key, tensor in whole.items():
+        own = tensor if tensor.numel() == 1 else tensor.view(256 // block, -1)[1]
+        assert torch.equal(own.flatten().view(torch.uint8), part[key].flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_of_rows_that_would_span_two_layers_are_not_fused(device, monkeypatch):
+    monkeypatch.setattr("test_quant_fused.WIDTHS", (160, 160, 160))
+    assert fuse_(quantized("fp8_per_block", torch.device(device), exact=device == "cuda")) is None
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ from lqrl.quant.scheme import PRESETS
 def test_the_largest_numbers_of_a_dtype_stay_finite(name, dtype, device):
     method, weight = linear_method(PRESETS[name]), inputs(device, dtype)
     largest = torch.finfo(dtype).max
+    # mxfp4 saturates at 1.5 * 2**127, bitsandbytes on a GPU at 2**126
+    least = 0.24 if name == "nf4" and device.type == "cuda" else 0.74
     words = torch.tensor(largest, dtype=dtype).view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
     for below in (0, 1, 2, 3, 7, 40):
         value = (words - below).view(dtype)
@@ -24,7 +26,7 @@ def test_the_largest_numbers_of_a_dtype_stay_finite(name, dtype, device):
         values = method.dequantize(method.quantize(weight), dtype)
         assert bool(values.isfinite().all())
         kept = values[[0, 1], [3, 5]].double().abs() / largest
-        assert bool((kept > 0.74).all())  # mxfp4 saturates at 1.5 * 2**127
+        assert bool((kept > least).all())
 
 
 @on_devices

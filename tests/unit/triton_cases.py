@@ -230,7 +230,7 @@ def check_fused_weight_only(device: torch.device) -> None:
     shapes, tiles = [(3, 24, 384)], [t.Tile(16, 16, 256, 4, 3, tall=True, splits=splits) for splits in (1, 2)]
     if not small:
         shapes, tiles = (
-            [(1, 4096, 4096), (40, 384, 12288), (64, 1040, 1344)],
+            [(1, 4096, 4096), (40, 384, 12288), (64, 1040, 1408)],
             sorted({e[-1] for rows in t.TILES.values() for e in rows}, key=str),
         )
     for m, n, k in shapes:

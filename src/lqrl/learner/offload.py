@@ -155,7 +155,8 @@ class StateOffload:
         # PyTorch would round what it pins up to a power of two. Zeros: a checkpoint holds the gaps, too.
         size = -(-size // _PAGE) * _PAGE
         whole = torch.zeros(size + _PAGE, dtype=torch.uint8)
-        piece = whole[-whole.data_ptr() % _PAGE :][:size]
+        # Through NumPy: a storage that begins with what is pinned, which PyTorch then knows as pinned.
+        piece = torch.from_numpy(whole.numpy()[-whole.data_ptr() % _PAGE :][:size])
         if pinned:
             error = int(_runtime().cudaHostRegister(piece.data_ptr(), size, 0))
             if error:

@@ -23,7 +23,6 @@ from lqrl.quant.methods import LinearMethod
 from lqrl.quant.moe import PROJECTIONS, check_layout
 
 ExpertFn = Callable[[int, Tensor], Tensor]
-_ROW_BLOCK = 128  # a row's codes depend on no row outside its block of this many
 _AT_ONCE = 16  # experts quantized in one call: few launches, bounded memory
 
 
@@ -77,7 +76,7 @@ def quantize_stacked(method: LinearMethod, weight: Tensor) -> dict[str, Tensor]:
     siblings share, and what vLLM's FusedMoE computes with (its checkpoints have one a projection and it takes the
     larger). That it is not shared between experts is inferred from there.
     """
-    together = not method.shares_amax and weight.shape[1] % _ROW_BLOCK == 0
+    together = not method.shares_amax and weight.shape[1] % method.row_block == 0
     parts = []
     for chunk in weight.split(_AT_ONCE if together else 1):
         tensors = method.quantize(chunk.flatten(0, 1))
@@ -102,8 +101,7 @@ def check_experts(name: str, experts: nn.Module, method: LinearMethod) -> None:
     except ValueError as error:
         widths = f"{hidden} and {rows // 2} inputs"
         raise ValueError(f"{name} has {widths}, which {method} cannot hold: {error}; {fix}") from error
-    whole, half = (method.quantize(_cpu_zeros(n, _ROW_BLOCK)) for n in (rows, rows // 2))
-    if any(t.ndim > 1 and t.shape[0] != 2 * half[n].shape[0] for n, t in whole.items()):
+    if (rows // 2) % method.row_block:
         raise ValueError(
             f"{name} has {rows // 2} rows each in gate and up, and blocks of {method} would span both, which engines "
             f"refuse too; {fix}"

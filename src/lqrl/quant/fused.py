@@ -83,7 +83,7 @@ def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:
     if any(layer.method != first.method or layer.lora_A is not None or layer.reads_copies for layer in layers):
         return None
     shipped = [layer.shipped() for layer in layers]
-    parts = _row_counts(shipped, widths, first.method.shares_amax)
+    parts = _row_counts(shipped, widths, first.method)
     if parts is None:
         return None
     whole = {n: _common([t[n] for t in shipped]) if n in parts else t for n, t in shipped[0].items()}
@@ -101,19 +101,19 @@ def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:
 
 
 def _row_counts(
-    shipped: Sequence[Mapping[str, Tensor]], widths: Sequence[int], shared: bool
+    shipped: Sequence[Mapping[str, Tensor]], widths: Sequence[int], method: LinearMethod
 ) -> dict[str, list[int]] | None:
-    """Rows of each layer's tensor, for those that lie row by row; ``None`` where one does not and is not ``shared``."""
+    """Rows of each layer's tensor; ``None`` where they do not lie row by row, or a block would span two layers."""
     parts: dict[str, list[int]] = {}
     for name, tensor in shipped[0].items():
         rows = [tensors[name].shape[0] for tensors in shipped]
         if tensor.numel() == 1:
-            if not shared:
+            if not method.shares_amax:
                 return None
-        elif len({(width // n, width % n) for width, n in zip(widths, rows, strict=True)}) > 1 or widths[0] % rows[0]:
-            return None
-        else:
+        elif widths in (rows, [n * method.row_block for n in rows]):
             parts[name] = rows
+        else:
+            return None
     return parts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,17 @@ class LinearMethod(ABC):
     """The operations that make a format; a new format is a new frozen dataclass of this kind.
 
     Learner and engine call the same `linear` on equal operands, so their outputs are equal bit for bit.
-
-    Attributes:
-        shares_amax: siblings that an engine fuses (q, k, v; gate, up) are quantized with their common magnitude.
     """
 
-    shares_amax: ClassVar[bool] = False
+    @property
+    def shares_amax(self) -> bool:
+        """Siblings that an engine fuses (q, k, v; gate, up) are quantized with their common magnitude."""
+        return False
+
+    @property
+    def row_block(self) -> int:
+        """Rows ``[N]`` of a weight that have scales in common, counted from the first."""
+        return 1
 
     @property
     def format(self) -> LinearMethod:

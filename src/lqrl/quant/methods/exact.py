@@ -34,6 +34,16 @@ class _Exact(LinearMethod):
         """The format whose codes these are."""
         return self.base
 
+    @property
+    def shares_amax(self) -> bool:
+        """As ``base``."""
+        return self.base.shares_amax
+
+    @property
+    def row_block(self) -> int:
+        """As ``base``."""
+        return self.base.row_block
+
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """As ``base``."""
         return self.base.quantize(weight, amax)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +89,10 @@ class Fp8Channel(LinearMethod):
 class Fp8Tensor(Fp8Channel):
     """Weights with one scale, shared by fused siblings; the product is that of `Fp8Channel`."""
 
-    shares_amax: ClassVar[bool] = True
+    @property
+    def shares_amax(self) -> bool:
+        """One scale for all of them."""
+        return True
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """``weight`` e4m3 codes ``[N, K]`` and ``weight_scale`` fp32 ``[1]``."""
@@ -104,6 +107,11 @@ class Fp8Tensor(Fp8Channel):
 @dataclass(frozen=True)
 class Fp8Block(LinearMethod):
     """Weights in blocks of 128x128, activations in groups of 128: sums of 128 products, each scaled, added in fp32."""
+
+    @property
+    def row_block(self) -> int:
+        """128."""
+        return fp8_gemm.BLOCK
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """``weight`` e4m3 codes ``[N, K]`` and ``weight_scale`` fp32 ``[ceil(N / 128), ceil(K / 128)]``."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,7 +68,10 @@ class Nvfp4(LinearMethod):
     calibrated one for the whole tensor differ in that.
     """
 
-    shares_amax: ClassVar[bool] = True
+    @property
+    def shares_amax(self) -> bool:
+        """One scale for all of them."""
+        return True
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """As `lqrl.quant.methods.weight_only.Nvfp4WeightOnly`."""

@@ -20,6 +20,7 @@ NF4_LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """What the codes 0 to 15 stand for."""
+_LARGEST_ON_CUDA = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Nf4(WeightOnly):
 
     bitsandbytes chooses the codes; reading them back needs a table only. Its GPU kernel multiplies by an approximate
     reciprocal, so a weight on the boundary of two levels may get the other one than on the CPU. Edges: a zero block has
-    scale 0 and is zero; one with NaN or inf has scale NaN.
+    scale 0 and is zero; one with NaN or inf has scale NaN; on a GPU weights saturate at 2**126.
     """
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
@@ -69,7 +70,9 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     # Whatever the current stream is, bitsandbytes quantizes on the default one.
     current, default = torch.cuda.current_stream(weight.device), torch.cuda.default_stream(weight.device)
     default.wait_stream(current)
-    packed, state = quantize(weight, blocksize=NF4_BLOCK, quant_type="nf4")
+    # The kernel's reciprocal of anything larger is 0, and so would the block be.
+    bounded = weight.clamp(-_LARGEST_ON_CUDA, _LARGEST_ON_CUDA)
+    packed, state = quantize(bounded, blocksize=NF4_BLOCK, quant_type="nf4")
     current.wait_stream(default)
     return packed, state.absmax
 

@@ -174,8 +174,12 @@ class Int4Group(PackedWeightOnly):
 class Nvfp4WeightOnly(PackedWeightOnly):
     """nvfp4 weights: blocks of 16 with e4m3 scales and a global scale that fused siblings share."""
 
-    shares_amax: ClassVar[bool] = True
     shipped: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_global_scale")
+
+    @property
+    def shares_amax(self) -> bool:
+        """One scale for all of them."""
+        return True
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         """``weight_packed`` uint8 ``[N, K / 2]``, ``weight_scale`` e4m3 ``[N, K / 16]``, ``weight_global_scale``."""
