@@ -1,6 +1,7 @@
 """Time the ways to cut each low-bit product of decoding, and print the tables that the Triton kernels hold.
 
     python benchmarks/decode_gemm.py [--formats int8_w8a8 ...] [--rows 8 64 256] [--models 8B] [--seconds 140]
+    python benchmarks/decode_gemm.py --formats exact_none --rows 256 --models 0.6B 8B "8B head"
 
 A layer is captured in a CUDA graph as often as it takes for its weights to leave the L2 cache, each time with weights
 of its own, as in a decode step; times are microseconds of one product, activations quantized beforehand. The floor
@@ -25,12 +26,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from decode_tiles import FORMATS, PROMISE_BITS, WITH_LIBRARY, candidates
+from decode_tiles import EXACT, FORMATS, PROMISE_BITS, WITH_LIBRARY, candidates
 from graph_time import graph_time
 from side_by_side import bandwidth, card
 from torch import Tensor
 
-from lqrl.quant import kernels, triton_fp8, triton_int8, triton_scaled, triton_weight_only
+from lqrl.quant import kernels, triton_exact_gemm, triton_fp8, triton_int8, triton_scaled, triton_weight_only
 from lqrl.quant.packed import PackedWeight
 from lqrl.quant.triton_tiles import Tile
 
@@ -38,6 +39,8 @@ BF16 = torch.bfloat16
 MODELS = {
     "0.6B": {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)},
     "8B": {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)},
+    "0.6B head": {"head": (1024, 151936)},
+    "8B head": {"head": (4096, 151936)},
     "32B": {"qkv": (5120, 10240), "o": (8192, 5120), "gate_up": (5120, 51200), "down": (25600, 5120)},
 }
 COLD_BYTES = 128 * 2**20  # more than the L2 cache holds
@@ -79,7 +82,7 @@ class Layer:
             (self.n, self.k),
             lambda n, k: torch.randint(0, 255, (n, k), device=self.device, dtype=torch.uint8),
         )
-        if self.format == "bf16":
+        if self.format in ("bf16", "exact_none"):
             return (self._random(*shape).to(BF16),)
         if self.format == "int8_w8a8":
             return bits(*shape).view(torch.int8), self._random(self.n, 1).abs()
@@ -87,7 +90,7 @@ class Layer:
             scales = (self.n // 128, self.k // 128) if self.format == "fp8_per_block" else (self.n, 1)
             codes = self._random(*shape).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
             return codes, self._random(*scales).abs()
-        if self.format == "int4_w4a16":
+        if self.format.endswith("int4_w4a16"):
             return bits(self.n, self.k // 2), self._random(self.n, self.k // 128).to(BF16)
         scale = self._random(self.n, self.k // 16).abs().to(torch.float8_e4m3fn)
         return bits(self.n, self.k // 2), scale, torch.full((1,), 8.0, device=self.device)
@@ -101,6 +104,8 @@ class Layer:
     def run(self, tile: Tile | None, copy: int) -> Tensor:
         """One product; without a tile, the library's."""
         weight, (x, *scale) = self.weights[copy], self.inputs
+        if self.format in EXACT:
+            return self._exact(x, weight, tile)
         if self.format == "bf16":
             return F.linear(x, weight[0])
         if self.format == "int8_w8a8":
@@ -121,6 +126,17 @@ class Layer:
         if tile is None:
             return F.linear(x, triton_weight_only.dequantize(packed, BF16))
         return triton_weight_only.linear(x, packed, None, BF16, tile)
+
+    def _exact(self, x: Tensor, weight: tuple[Tensor, ...], tile: Tile | None) -> Tensor:
+        """Without a tile, the library's way: a plain tile, or the weight dequantized first."""
+        if self.format == "exact_none":
+            plain = Tile(64, 64, 128, 4, 5)
+            dtype = torch.float32 if self.n > 2**16 else BF16  # a head's logits are fp32
+            return triton_exact_gemm.linear(x, *weight, None, dtype, plain if tile is None else tile)
+        packed = PackedWeight("int4", *weight)
+        if tile is None:
+            return triton_exact_gemm.linear(x, triton_weight_only.dequantize(packed, BF16), None, BF16)
+        return triton_exact_gemm.packed_linear(x, packed, None, BF16, tile)
 
 
 def microseconds(layer: Layer, tile: Tile | None, replays: int) -> float:
@@ -295,7 +311,7 @@ def copies(size: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=[*FORMATS, *EXACT])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--models", nargs="+", default=["8B"], choices=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)

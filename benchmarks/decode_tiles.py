@@ -7,7 +7,9 @@ from dataclasses import replace
 from lqrl.quant.triton_tiles import Tile
 
 FORMATS = ["int8_w8a8", "fp8_per_channel", "int4_w4a16", "nvfp4_w4a16", "fp8_per_block"]
-PROMISE_BITS = ("int8_w8a8", "fp8_per_channel", "fp8_per_block")
+EXACT = ["exact_none", "exact_int4_w4a16"]
+"""Products of exact mode, `lqrl.quant.triton_exact_gemm`."""
+PROMISE_BITS = ("int8_w8a8", "fp8_per_channel", "fp8_per_block", *EXACT)
 """Formats whose outputs do not depend on the tile."""
 WITH_LIBRARY = ("int8_w8a8", "fp8_per_channel")
 """Formats whose tables may name the library's product."""
@@ -63,12 +65,33 @@ WORDS = {
 }  # fmt: skip
 
 
+EXACT_BYTES = {
+    64: [*flat(64, 16, 256, 4, 5), *flat(64, 32, 256, 4, 4), *flat(64, 64, 128, 4, 6), *flat(64, 128, 128, 4, 5)],
+    256: [
+        *flat(64, 32, 256, 4, 4), *flat(64, 64, 256, 4, 3), *flat(64, 128, 128, 4, 4), *flat(128, 32, 256, 4, 3),
+        *flat(128, 64, 128, 4, 4), *flat(128, 64, 256, 8, 3), *flat(128, 128, 128, 8, 4), *flat(128, 256, 128, 8, 3, 4),
+        *flat(256, 32, 128, 8, 4), *flat(256, 64, 128, 8, 4), *flat(256, 128, 128, 8, 3, 4),
+    ],
+}  # fmt: skip
+EXACT_WORDS = {
+    64: [*flat(64, 16, 128, 4, 4), *flat(64, 32, 128, 4, 4), *flat(64, 64, 128, 4, 4)],
+    256: [
+        *flat(64, 32, 128, 4, 4), *flat(64, 64, 128, 4, 3), *flat(128, 32, 128, 4, 3), *flat(128, 64, 64, 4, 4),
+        *flat(128, 64, 128, 8, 3), *flat(128, 64, 64, 8, 4), *flat(128, 128, 64, 8, 3), *flat(256, 32, 64, 8, 4),
+        *flat(256, 32, 128, 8, 3), *flat(256, 64, 64, 8, 3, 4), *flat(256, 64, 128, 8, 2), *flat(256, 128, 64, 8, 3),
+    ],
+}  # fmt: skip
+
+
 def candidates(kind: str, m: int, n: int, k: int) -> list[Tile]:
     """Tiles for ``[m, k]`` times ``[n, k]`` in a format, with splits of K where a weight has few tiles."""
     height = 16 if m <= 16 else 64 if m <= 64 else 256
     if kind == "fp8_per_block":
         tiles = BLOCKS[height]
         return tiles + [replace(t, tma=True) for t in tiles if t.m >= 64 and height > 16]
+    if kind in EXACT:  # K is never split
+        tiles = (EXACT_WORDS if "4" in kind else EXACT_BYTES)[max(height, 64)]
+        return tiles + [replace(t, tma=True) for t in tiles if "4" not in kind and t.n >= 64 and t.k == 128]
     words = "4" in kind
     tiles = (WORDS if words else BYTES)[height]
     if kind == "fp8_per_channel":

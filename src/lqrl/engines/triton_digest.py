@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -58,15 +59,19 @@ def _digest(
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-def _jobs(words: Sequence[int]) -> Tensor:
-    """``[J, 3]``: tensor, column of tiles, first block of the columns of all tensors."""
+@lru_cache(maxsize=64)
+def _jobs(words: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[J, 3]``: tensor, column of tiles, first block of the columns of all tensors.
+
+    A model's are the same at every refresh; made anew on a busy host they take longer than the digest.
+    """
     counts = torch.tensor(words, dtype=torch.int64)
     columns = torch.minimum(counts, torch.tensor(_WIDTH)).add(_BLOCK - 1).div(_BLOCK, rounding_mode="floor")
     bands = counts.add(_WIDTH * _ROWS - 1).div(_WIDTH * _ROWS, rounding_mode="floor")
     jobs = columns * bands
     tensor = torch.arange(len(words)).repeat_interleave(jobs)
     place = torch.arange(int(jobs.sum())) - (jobs.cumsum(0) - jobs)[tensor]
-    return torch.stack([tensor, place % columns[tensor], place // columns[tensor] * _ROWS], 1)
+    return torch.stack([tensor, place % columns[tensor], place // columns[tensor] * _ROWS], 1).to(device)
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
@@ -86,9 +91,9 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     with torch.cuda.device_of(out):
         for size, table in rows.items():
             if table:
-                jobs = _jobs([words for _, words, _ in table])
+                jobs = _jobs(tuple(words for _, words, _ in table), out.device)
                 _digest[(len(jobs),)](
-                    on_device(torch.tensor(table), out.device), on_device(jobs, out.device), out,
+                    on_device(torch.tensor(table), out.device), jobs, out,
                     WORD=_WORDS[size], WIDTH=_WIDTH, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4,
                 )  # fmt: skip
     return out

@@ -82,7 +82,7 @@ def _pick(
     TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first kept token whose cumulative weight is above ``target``; ``equal`` tokens below ``high`` are kept."""
-    token, before, seen = (vocabulary - 1).to(tl.int64), target * 0, equal * 0
+    token, before, seen = target * 0 + vocabulary - 1, target * 0, equal * 0  # vocabulary may be the constant 1
     for start in range(0, blocks, TOGETHER):
         block = start + tl.arange(0, TOGETHER)
         largest = tl.load(largest_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
