@@ -17,8 +17,6 @@ LAYERS = (
     ("lqrl", "lqrl.assets", "lqrl.types"),
     (
         "lqrl.quant.scheme",
-        "lqrl.quant.moe",
-        "lqrl.quant.walk",
         "lqrl.quant.numerics",
         "lqrl.algorithms",
         "lqrl.rewards",

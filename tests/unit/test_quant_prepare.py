@@ -12,7 +12,8 @@ from lqrl.quant.export import export_weights
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.numerics import quantize_int8_channel
 from lqrl.quant.prepare import convert_, pack_, prepare_
-from lqrl.quant.scheme import QuantScheme, target_modules
+from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.targets import target_modules
 
 INT8 = QuantScheme.preset("int8_w8a8")
 IDENTITY = QuantScheme.preset("none")

@@ -14,7 +14,8 @@ from torch import nn
 
 from lqrl.quant.methods import linear_method
 from lqrl.quant.prepare import convert_, prepare_
-from lqrl.quant.scheme import PRESETS, QuantScheme, TensorFormat, target_modules
+from lqrl.quant.scheme import PRESETS, QuantScheme, TensorFormat
+from lqrl.quant.targets import target_modules
 
 INT8 = QuantScheme.preset("int8_w8a8")
 

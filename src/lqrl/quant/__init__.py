@@ -8,7 +8,8 @@ from lqrl.quant.export import export_weights
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.lora import Lora
 from lqrl.quant.prepare import convert_, pack_, prepare_
-from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
+from lqrl.quant.scheme import QuantScheme, TensorFormat
+from lqrl.quant.targets import target_modules
 from lqrl.quant.transforms import (
     HadamardRotation,
     InvariantTransform,

@@ -28,8 +28,9 @@ from lqrl.quant.export import export_weights
 from lqrl.quant.kv import SCALE_NAMES
 from lqrl.quant.lora import AdaptedLinear
 from lqrl.quant.moe import PROJECTIONS, holds_stacked_weights
-from lqrl.quant.scheme import QuantScheme, target_modules
+from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stacks import named_by_expert, stack_of, unstacked
+from lqrl.quant.targets import target_modules
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

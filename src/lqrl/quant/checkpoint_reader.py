@@ -23,8 +23,9 @@ from lqrl.quant.compressed_format import (
 from lqrl.quant.kv import SCALE_NAMES, kv_method
 from lqrl.quant.methods import LinearMethod, linear_method
 from lqrl.quant.moe import PROJECTIONS
-from lqrl.quant.scheme import ADDITIONS, PRESETS, QuantScheme, target_modules
+from lqrl.quant.scheme import ADDITIONS, PRESETS, QuantScheme
 from lqrl.quant.stacks import CHILDREN, stack_of, stacked
+from lqrl.quant.targets import target_modules
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.quant.methods.base import LinearMethod, Operands
-from lqrl.quant.scheme import LowBitLinear
+from lqrl.quant.targets import LowBitLinear
 
 
 class CodeModule(LowBitLinear):

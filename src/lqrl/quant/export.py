@@ -17,8 +17,9 @@ from lqrl.quant.lora import AdaptedLinear, LoraLinear
 from lqrl.quant.methods import FullPrecision, LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
 from lqrl.quant.prepare import sibling_groups
-from lqrl.quant.scheme import LowBitLinear, QuantScheme, target_modules
+from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
+from lqrl.quant.targets import LowBitLinear, target_modules
 from lqrl.quant.walk import walk
 
 

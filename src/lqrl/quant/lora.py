@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear, BackwardMode, Quantized
 from lqrl.quant.low_rank import low_rank
-from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
+from lqrl.quant.scheme import QuantScheme, TensorFormat
+from lqrl.quant.targets import target_modules
 
 ADAPTER_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.(?P<factor>lora_[AB])(?:\.[^.]+)?\.weight$")
 """An adapter's tensor as peft names it, in a model (``lora_A.default.weight``) or in a file (``base_model.model.``)."""

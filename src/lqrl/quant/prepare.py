@@ -13,7 +13,8 @@ from lqrl.quant.experts import AlignedExperts, QuantizedExperts, check_experts
 from lqrl.quant.linear import AlignedLinear, BackwardMode, QuantizedLinear
 from lqrl.quant.methods import LinearMethod, linear_method
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.scheme import PRESETS, LowBitLinear, QuantScheme, target_modules
+from lqrl.quant.scheme import PRESETS, QuantScheme
+from lqrl.quant.targets import LowBitLinear, target_modules
 from lqrl.quant.walk import walk
 
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.

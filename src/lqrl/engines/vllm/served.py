@@ -20,7 +20,8 @@ from lqrl.quant.compressed_format import KV_STATIC
 from lqrl.quant.kv import SCALE_NAMES, calibrates_kv, prepare_kv_
 from lqrl.quant.moe import holds_stacked_weights
 from lqrl.quant.prepare import convert_
-from lqrl.quant.scheme import QuantScheme, TensorFormat, target_modules
+from lqrl.quant.scheme import QuantScheme, TensorFormat
+from lqrl.quant.targets import target_modules
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
