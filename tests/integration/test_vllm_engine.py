@@ -1,4 +1,4 @@
-"""`VLLMEngine` on a real vLLM: log-probs, seeds, stopping, truncation, scoring, and what it refuses."""
+"""`VLLMEngine` on a real vLLM: log-probs, seeds, stopping, truncation, scoring, sleep."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm_models import DEVICE, EOS, KV_BYTES, build, config_of, full_logits, policy_of, refreshed, shared, weights_of
+from vllm_models import (
+    DEVICE,
+    EOS,
+    LOW_BIT_DTYPE,
+    build,
+    full_logits,
+    policy_of,
+    refreshed,
+    shared,
+    weights_of,
+)
 
-from lqrl.engines.base import EngineSpec, StaleEngineError
-from lqrl.engines.vllm import VLLMEngine, VLLMEngineFactory
+from lqrl.engines.base import StaleEngineError
+from lqrl.engines.vllm import VLLMEngine
+from lqrl.engines.vllm.patches import PATCHES
 from lqrl.learner.scorer import Scorer
 from lqrl.quant.prepare import prepare_
 from lqrl.quant.scheme import QuantScheme
@@ -27,10 +38,12 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(4, 6 + 3 * i))) for i in range(4)]  # 2, 5, 8, 11 tokens
 COUNTS = (3, 5, 1, 4)
 NONE = QuantScheme.preset("none")
+# On a GPU another number of rows is another kernel, which adds in another order.
+ANOTHER_BATCH = 1e-5 if DEVICE.type == "cpu" else 1e-4
 
 
 def same(a: Completion, b: Completion) -> bool:
-    return torch.equal(a.token_ids, b.token_ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-5)
+    return torch.equal(a.token_ids, b.token_ids) and torch.allclose(a.logprobs, b.logprobs, rtol=0, atol=ANOTHER_BATCH)
 
 
 def rows(groups: list[list[Completion]]) -> list[tuple[Prompt, Completion]]:
@@ -75,20 +88,26 @@ def test_bf16_logprobs_are_as_near_to_transformers_as_bf16_is(family: str) -> No
 
 @pytest.mark.parametrize("preset", ["int8_w8a8", "fp8_per_channel", "fp8_per_tensor", "int8_w8a8+lm_head"])
 def test_low_bit_logprobs_equal_the_aligned_learner(preset: str) -> None:
-    """In fp32 the layers are equal up to rounding, which now and then moves an activation to the next code."""
-    engine, scheme = refreshed("qwen2", preset), QuantScheme.preset(preset)
+    """In fp32 the layers are equal up to rounding, which now and then moves an activation to the next code.
+
+    In bf16, all there is on a GPU, the roundings of the two differ nearly half as much as the codes from the weights.
+    """
+    engine, scheme = refreshed("qwen2", preset, LOW_BIT_DTYPE), QuantScheme.preset(preset)
     groups = engine.generate(PROMPTS, SamplingParams(n=COUNTS, max_tokens=9, ignore_eos=True), seed=1)
     learner = copy.deepcopy(policy_of("qwen2"))
-    prepare_(learner, scheme, export_dtype=torch.float32)
+    prepare_(learner, scheme, export_dtype=LOW_BIT_DTYPE)
     gaps, unaligned = [], []
     for prompt, c in rows(groups):
         ids = torch.tensor([[*prompt.input_ids, *c.token_ids.tolist()]])
         with torch.no_grad():
-            scores = Scorer(learner, 1.0, torch.float32).score(ids, torch.ones_like(ids, dtype=torch.bool))
+            scores = Scorer(learner, 1.0, LOW_BIT_DTYPE).score(ids, torch.ones_like(ids, dtype=torch.bool))
         gaps.append((c.logprobs - scores[0, len(prompt.input_ids) :]).abs())
-        unaligned.append((c.logprobs - expected("qwen2", prompt, c, 1.0)).abs())
-    assert torch.cat(gaps).median() < 1e-5
-    assert torch.cat(gaps).mean() < 0.1 * torch.cat(unaligned).mean()
+        unaligned.append((c.logprobs - expected("qwen2", prompt, c, 1.0, dtype=LOW_BIT_DTYPE)).abs())
+    if DEVICE.type == "cpu":
+        assert torch.cat(gaps).median() < 1e-5
+        assert torch.cat(gaps).mean() < 0.1 * torch.cat(unaligned).mean()
+    else:
+        assert torch.cat(gaps).mean() < 0.75 * torch.cat(unaligned).mean()
 
 
 def test_the_seed_the_prompt_and_the_sample_change_the_draw() -> None:
@@ -254,61 +273,22 @@ def test_what_would_be_changed_on_the_way_is_refused(prompt: Prompt, params: Sam
 
 
 def test_an_engine_without_weights_refuses() -> None:
-    engine = shared("llama", "fp8_per_channel")
+    engine = shared("llama", "fp8_per_channel", LOW_BIT_DTYPE)
     assert engine.policy_version == -1
     with pytest.raises(StaleEngineError, match="no weights yet"):
         engine.generate(PROMPTS, SamplingParams(), seed=0)
 
 
-def spec_with(**changes) -> EngineSpec:
-    return replace(EngineSpec(config_of("qwen3"), NONE, torch.float32, DEVICE, 128, EOS), **changes)
+def test_tokens_are_drawn_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NaN logits the kernel gives the number of a lane beyond them."""
+    (patch,) = (p for p in PATCHES if p.name == "draw-from-the-vocabulary")
+    assert patch.applies("0.26.0", "cuda")
+    assert not patch.applies("0.26.0", "cpu")
+    from vllm.v1.worker.gpu.sample import sampler
 
-
-EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-PARTS = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, EXAMPLE]
-MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": PARTS}}
-
-
-def narrow_heads() -> EngineSpec:
-    config = config_of("qwen3")
-    config.head_dim = 16
-    return spec_with(config=config)
-
-
-@pytest.mark.parametrize(
-    ("spec", "options", "error", "message"),
-    [
-        (spec_with(exact=True), {}, NotImplementedError, "exact: true needs TorchEngineFactory"),
-        (spec_with(device=torch.device("meta")), {}, ValueError, "asked for on meta"),
-        (spec_with(scheme=QuantScheme.preset("nf4")), {}, ValueError, "'nf4'.*bitsandbytes"),
-        (spec_with(), {"engine_args": {"dtype": "half"}}, ValueError, "comes from model.init_args.dtype"),
-        (spec_with(), {"engine_args": {"block_sise": 32}}, ValueError, "did you mean block_size"),
-        (spec_with(), {"engine_args": {"kv_transfer_config": EXAMPLE}}, ValueError, "ExampleConnector cannot drop"),
-        (spec_with(), {"engine_args": {"kv_transfer_config": MULTI}}, ValueError, "ExampleConnector cannot drop"),
-    ],
-    ids=lambda value: None,
-)
-def test_what_vllm_does_not_have_is_refused_by_name(spec: EngineSpec, options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        VLLMEngineFactory(kv_cache_bytes=KV_BYTES, **options)(spec)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="what the CPU build lacks")
-@pytest.mark.parametrize(
-    ("spec", "options", "error", "message"),
-    [
-        (narrow_heads(), {}, ValueError, "heads are 16 wide"),
-        (spec_with(scheme=QuantScheme.preset("none+kv_fp8")), {}, ValueError, "fp8_per_token_head"),
-        (spec_with(), {"sleep_level": 1}, ValueError, "gives nothing up in sleep"),
-        (spec_with(scheme=QuantScheme.preset("int8_w8a16")), {}, RuntimeError, "cannot be built.*'int8_w8a16'"),
-    ],
-    ids=lambda value: None,
-)
-def test_what_the_cpu_build_does_not_have_is_refused(
-    spec: EngineSpec, options: dict, error: type, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        VLLMEngineFactory(kv_cache_bytes=KV_BYTES, **options)(spec)
+    monkeypatch.setattr(sampler, "gumbel_sample", lambda logits, shift: torch.tensor([5, 64, 1023]) + shift)
+    patch.install()
+    assert sampler.gumbel_sample(torch.zeros(3, 64), shift=-1).tolist() == [4, 63, 63]
 
 
 def test_logits_may_be_computed_in_fp32() -> None:
@@ -321,6 +301,11 @@ def test_logits_may_be_computed_in_fp32() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_given_up_in_sleep_comes_back(level: int) -> None:
+    """In a process of its own: vLLM takes one engine with sleep a process."""
+    torch.multiprocessing.spawn(sleep_and_wake, args=(level,), nprocs=1)
+
+
+def sleep_and_wake(_: int, level: int) -> None:
     engine, params = build(sleep_level=level), SamplingParams(n=2, max_tokens=8)
     weights = list(weights_of("qwen3", NONE, torch.float32))
     digest = engine.update_weights(weights, policy_version=3).digest
@@ -335,6 +320,8 @@ def test_memory_given_up_in_sleep_comes_back(level: int) -> None:
         assert engine.update_weights(weights, policy_version=3).digest == digest
     after = engine.generate(PROMPTS, params, seed=0)
     assert all(same(a, b) for g, h in zip(before, after, strict=True) for a, b in zip(g, h, strict=True))
+    with pytest.raises(ValueError, match="one engine with sleep a process"):
+        build(sleep_level=level)
     engine.close()
 
 

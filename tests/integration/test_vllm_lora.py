@@ -35,10 +35,12 @@ LORA = Lora(r=4, alpha=6.0, train_norms=True)
 PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(4, 6 + 3 * i))) for i in range(4)]
 PARAMS = SamplingParams(n=2, max_tokens=9, ignore_eos=True)
 IN_FP32 = pytest.mark.skipif(DEVICE.type != "cpu", reason="vLLM's adapters have no fp32 on a GPU")
+ON_CPU = pytest.mark.skipif(DEVICE.type != "cpu", reason="what the CPU build lacks")
+DTYPE, SPREAD, NEAR = (torch.float32, 0.15, 1e-3) if DEVICE.type == "cpu" else (torch.bfloat16, 0.05, 0.1)
 FORMATS = [
     pytest.param("qwen2", "none", torch.float32, marks=IN_FP32),
     ("qwen3", "none", torch.bfloat16),
-    pytest.param("qwen2", "fp8_per_channel", torch.float32, marks=IN_FP32),
+    ("qwen2", "fp8_per_channel", DTYPE),
     ("llama", "int4_w4a16", torch.bfloat16),
     pytest.param("qwen2", "nvfp4_w4a16", torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param("qwen2", "int8_w8a8", torch.bfloat16, marks=pytest.mark.gpu),
@@ -46,7 +48,7 @@ FORMATS = [
 
 
 @torch.no_grad()
-def turned(learner: PreTrainedModel, seed: int, spread: float = 0.15) -> PreTrainedModel:
+def turned(learner: PreTrainedModel, seed: int, spread: float = SPREAD) -> PreTrainedModel:
     """Other adapters and norms, as large as the weights: without them it is another policy."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapter_layers(learner).values():
@@ -59,7 +61,7 @@ def turned(learner: PreTrainedModel, seed: int, spread: float = 0.15) -> PreTrai
 
 
 def learner_of(
-    family: str, preset: str, dtype: torch.dtype, lora: Lora = LORA, spread: float = 0.15
+    family: str, preset: str, dtype: torch.dtype, lora: Lora = LORA, spread: float = SPREAD
 ) -> PreTrainedModel:
     learner = copy.deepcopy(policy_of(family, spread=spread))
     prepare_(learner, QuantScheme.preset(preset), export_dtype=dtype)
@@ -110,10 +112,12 @@ def test_adapters_alone_make_the_learners_function(family: str, preset: str, dty
     engine.close()
     assert {c.policy_version for c in second} == {1}
     now, before = gaps(second, learner, dtype), gaps(first, turned(learner, 1, spread), dtype)
-    bound = 1e-4 if preset == "none" and dtype == torch.float32 else 0.01
+    bound, times = 1e-4 if preset == "none" and dtype == torch.float32 else 0.01, 10
+    if QuantScheme.preset(preset).activation is not None and dtype == torch.bfloat16:
+        bound, times = 0.1, 5  # what is rounded otherwise has another code in the next layer
     assert max(now.median(), before.median()) < bound
     # The other adapters are another policy altogether.
-    assert gaps(second, learner, dtype).mean() > 10 * now.mean()
+    assert gaps(second, learner, dtype).mean() > times * now.mean()
     turned(learner, 2, spread)
     sizes = {name: t.numel() for name, t in sent(learner, preset, dtype)}
     assert report.frozen_elements == sum(sizes[name] for name in frozen) > report.elements
@@ -125,6 +129,7 @@ def test_adapters_alone_make_the_learners_function(family: str, preset: str, dty
 
 @IN_FP32
 def test_the_embedded_engine_says_the_same() -> None:
+    """In bf16 the likeliest token is another one now and then."""
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
     spec = EngineSpec(config_of("qwen2"), QuantScheme.preset("none"), torch.float32, DEVICE, 128, EOS, LORA)
@@ -155,34 +160,31 @@ def test_there_and_back_is_the_same_engine() -> None:
     engine.close()
 
 
-@IN_FP32
 def test_noise_on_the_norms_reaches_the_engine_alone() -> None:
-    engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
-    frozen = send_base(engine, learner, "none", torch.float32)
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, LORA), learner_of("qwen2", "none", DTYPE)
+    frozen = send_base(engine, learner, "none", DTYPE)
     quiet = said(engine)
     noise = RolloutNoise(total_iterations=10, sigma_start=0.1, sigma_end=0.01)
-    weights = noise(sent(learner, "none", torch.float32, frozen), policy_version=1)
+    weights = noise(sent(learner, "none", DTYPE, frozen), policy_version=1)
     engine.update_weights(weights, policy_version=1, frozen=frozen)
     loud = said(engine)
-    assert gaps(quiet, learner, torch.float32).max() < 1e-3 < gaps(loud, learner, torch.float32).mean()
+    assert gaps(quiet, learner, DTYPE).max() < NEAR < gaps(loud, learner, DTYPE).mean()
     engine.close()
 
 
-@IN_FP32
 def test_some_layers_may_have_adapters() -> None:
     lora = Lora(r=9, alpha=9, target_modules=("q_proj", "down_proj"))
-    engine, learner = build("qwen2", lora=lora), learner_of("qwen2", "none", torch.float32, lora)
-    send_base(engine, learner, "none", torch.float32)
-    assert gaps(said(engine), learner, torch.float32).max() < 1e-3
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, lora), learner_of("qwen2", "none", DTYPE, lora)
+    send_base(engine, learner, "none", DTYPE)
+    assert gaps(said(engine), learner, DTYPE).max() < NEAR
     engine.close()
 
 
-@IN_FP32
 def test_what_is_not_the_base_is_refused_and_a_whole_set_cures_it() -> None:
-    engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
-    frozen = send_base(engine, learner, "none", torch.float32)
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, LORA), learner_of("qwen2", "none", DTYPE)
+    frozen = send_base(engine, learner, "none", DTYPE)
     matrix, bias = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
-    rest = [(name, t) for name, t in sent(learner, "none", torch.float32, frozen)]
+    rest = [(name, t) for name, t in sent(learner, "none", DTYPE, frozen)]
     faults = {
         rf"{matrix} was declared frozen with digest": (rest, frozen | {matrix: 5}),
         rf"{matrix} is not declared": (rest, {n: d for n, d in frozen.items() if n != matrix}),
@@ -200,43 +202,39 @@ def test_what_is_not_the_base_is_refused_and_a_whole_set_cures_it() -> None:
             engine.update_weights(weights, policy_version=version, frozen=declared)
         with pytest.raises(StaleEngineError, match="its last refresh failed"):
             said(engine)
-        engine.update_weights(sent(learner, "none", torch.float32), policy_version=version)
-    assert gaps(said(engine), learner, torch.float32).max() < 1e-3
+        engine.update_weights(sent(learner, "none", DTYPE), policy_version=version)
+    assert gaps(said(engine), learner, DTYPE).max() < NEAR
     engine.close()
 
 
-@IN_FP32
 def test_frozen_weights_need_a_base() -> None:
-    engine = build("qwen2", lora=LORA)
+    engine = build("qwen2", "none", DTYPE, SPREAD, LORA)
     with pytest.raises(RefreshError, match="does not hold what is declared frozen"):
         engine.update_weights([], policy_version=0, frozen={"model.norm.weight": 3})
     engine.close()
 
 
-@IN_FP32
 def test_a_base_that_something_else_wrote_to_is_noticed() -> None:
-    engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
-    frozen = send_base(engine, learner, "none", torch.float32)
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, LORA), learner_of("qwen2", "none", DTYPE)
+    frozen = send_base(engine, learner, "none", DTYPE)
     model = engine._llm.collective_rpc("get_model")[0]
     model.get_parameter("model.embed_tokens.weight").data[7, 3] += 1
     with pytest.raises(RefreshError, match=r"embed_tokens.weight is frozen, and vLLM holds other values"):
-        engine.update_weights(sent(learner, "none", torch.float32, frozen), policy_version=1, frozen=frozen)
+        engine.update_weights(sent(learner, "none", DTYPE, frozen), policy_version=1, frozen=frozen)
     engine.close()
 
 
-@IN_FP32
 def test_an_adapter_that_vllm_passes_over_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, LORA), learner_of("qwen2", "none", DTYPE)
     from vllm.lora.layers import RowParallelLinearWithLoRA
 
     with monkeypatch.context() as patch:
         patch.setattr(RowParallelLinearWithLoRA, "set_lora", lambda *_: None)
         with pytest.raises(RefreshError, match=r"8 of 28 adapter tensors are not what vLLM holds, first \S+o_proj"):
-            engine.update_weights(sent(learner, "none", torch.float32), policy_version=0)
+            engine.update_weights(sent(learner, "none", DTYPE), policy_version=0)
     engine.close()
 
 
-@IN_FP32
 def test_the_patch_for_older_releases_loads_the_layers_under_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
@@ -245,10 +243,10 @@ def test_the_patch_for_older_releases_loads_the_layers_under_adapters(monkeypatc
     assert patch.applies("0.26.0", "cpu")
     if hasattr(BaseLayerWithLoRA, "load_weights"):
         monkeypatch.delattr(BaseLayerWithLoRA, "load_weights")
-    engine, learner = build("qwen2", lora=LORA), learner_of("qwen2", "none", torch.float32)
+    engine, learner = build("qwen2", "none", DTYPE, SPREAD, LORA), learner_of("qwen2", "none", DTYPE)
     patch.install()
-    send_base(engine, learner, "none", torch.float32)
-    assert gaps(said(engine), learner, torch.float32).max() < 1e-3
+    send_base(engine, learner, "none", DTYPE)
+    assert gaps(said(engine), learner, DTYPE).max() < NEAR
     engine.close()
 
 
@@ -258,12 +256,11 @@ def test_the_patch_for_older_releases_loads_the_layers_under_adapters(monkeypatc
         ("none", Lora(r=513), {}, "rank 512 at most"),
         ("none", LORA, {"stream_refresh": True, "count_changes": False}, "stream_refresh is not for adapters"),
         ("none", LORA, {"engine_args": {"max_lora_rank": 8}}, "comes from model.init_args.lora.r"),
-        pytest.param("int8_w8a8", LORA, {}, "int8 layers hold no weight", marks=IN_FP32),
+        pytest.param("int8_w8a8", LORA, {}, "int8 layers hold no weight", marks=ON_CPU),
     ],
     ids=lambda _: None,
 )
 def test_adapters_that_vllm_cannot_hold_are_refused(preset: str, lora: Lora, options: dict, message: str) -> None:
-    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-    spec = EngineSpec(config_of("qwen2"), QuantScheme.preset(preset), dtype, DEVICE, 128, EOS, lora)
+    spec = EngineSpec(config_of("qwen2"), QuantScheme.preset(preset), DTYPE, DEVICE, 128, EOS, lora)
     with pytest.raises(ValueError, match=message):
         VLLMEngineFactory(kv_cache_bytes=2**24, **options)(spec)

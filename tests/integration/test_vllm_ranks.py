@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 from vllm_models import DEVICE, EOS, build, config_of, weights_of
-from vllm_ranks_run import COUNTS, PROMPTS, SEQUENCES, said
+from vllm_ranks_run import COUNTS, PROMPTS, SEQUENCES, dtype_of, said
 
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm import VLLMEngineFactory
@@ -52,8 +52,9 @@ def same(ours: list[Any], theirs: list[Any]) -> None:
 
 def test_each_rank_gets_what_a_single_one_says(ranks: tuple[str, list[dict[str, Any]]]) -> None:
     preset, (first, second) = ranks
-    engine = build("qwen2", preset, FP32, record_log_mass=True)
-    engine.update_weights(weights_of("qwen2", QuantScheme.preset(preset), FP32), policy_version=0)
+    dtype = dtype_of(preset)
+    engine = build("qwen2", preset, dtype, record_log_mass=True)
+    engine.update_weights(weights_of("qwen2", QuantScheme.preset(preset), dtype), policy_version=0)
     scores = zip(first["scores"] + second["scores"], engine.score(SEQUENCES), strict=True)
     gaps = torch.cat([(ours - theirs).abs() for ours, theirs in scores])
     if preset == "none":
@@ -64,8 +65,9 @@ def test_each_rank_gets_what_a_single_one_says(ranks: tuple[str, list[dict[str, 
         same(first["alone"], said(engine.generate(PROMPTS[:2], SamplingParams(max_tokens=3), seed=2)))
     engine.close()
     assert second["alone"] == []
-    # In low bits each rank has a scale of its own for its part of a token.
-    assert gaps.max() < (1e-4 if preset == "none" and DEVICE.type == "cpu" else 0.3)
+    # In low bits each rank has a scale of its own for its part of a token; in bf16 they round their sums apart too.
+    low_bit = 0.3 if dtype == FP32 else 1.0
+    assert gaps.max() < (low_bit if preset != "none" else 1e-4 if DEVICE.type == "cpu" else 2e-3)
 
 
 def test_a_refresh_is_one_of_all_ranks(ranks: tuple[str, list[dict[str, Any]]]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 from torch import Tensor
-from vllm_models import build, policy_of, reused, shared, weights_of
+from vllm_models import LOW_BIT_DTYPE, build, policy_of, reused, shared, weights_of
 
 from lqrl.engines.base import RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMEngine, reload
@@ -32,7 +32,7 @@ FORMATS = [
     ("llama", "int4_w4a16", BF16),
     ("qwen2", "int4_w4a16_g32+lm_head", BF16),
     ("qwen3", "int8_w8a8", BF16),
-    ("qwen3", "int8_w8a8+lm_head", FP32),
+    ("qwen3", "int8_w8a8+lm_head", LOW_BIT_DTYPE),
     ("qwen2", "fp8_per_channel+kv_fp8_static", BF16),
 ]
 GPU_FORMATS = [
@@ -87,14 +87,12 @@ def test_there_and_back_is_the_same_engine(family: str, preset: str, dtype: torc
 
 @pytest.mark.parametrize("preset", ["none", "int8_w8a8"])
 def test_a_refreshed_engine_samples_like_a_new_one(preset: str) -> None:
-    scheme = QuantScheme.preset(preset)
-    engine, fresh = shared("qwen3", preset), build("qwen3", preset)
+    scheme, dtype = QuantScheme.preset(preset), FP32 if preset == "none" else LOW_BIT_DTYPE
+    engine, fresh = shared("qwen3", preset, dtype), build("qwen3", preset, dtype)
     for version, seed in enumerate((1, 2)):
-        engine.update_weights(weights_of("qwen3", scheme, torch.float32, seed), policy_version=version)
-    report = fresh.update_weights(weights_of("qwen3", scheme, torch.float32, 2), policy_version=0)
-    assert (
-        engine.update_weights(weights_of("qwen3", scheme, torch.float32, 2), policy_version=2).digest == report.digest
-    )
+        engine.update_weights(weights_of("qwen3", scheme, dtype, seed), policy_version=version)
+    report = fresh.update_weights(weights_of("qwen3", scheme, dtype, 2), policy_version=0)
+    assert engine.update_weights(weights_of("qwen3", scheme, dtype, 2), policy_version=2).digest == report.digest
     for a, b in zip(completions(engine), completions(fresh), strict=True):
         assert torch.equal(a.token_ids, b.token_ids)
         assert torch.equal(a.logprobs, b.logprobs)
@@ -102,11 +100,9 @@ def test_a_refreshed_engine_samples_like_a_new_one(preset: str) -> None:
 
 
 def test_calibrated_cache_scales_are_used() -> None:
-    engine, scheme = (
-        build("qwen2", "fp8_per_channel+kv_fp8_static"),
-        QuantScheme.preset("fp8_per_channel+kv_fp8_static"),
-    )
-    weights = dict(weights_of("qwen2", scheme, torch.float32))
+    preset = "fp8_per_channel+kv_fp8_static"
+    engine = build("qwen2", preset, LOW_BIT_DTYPE)
+    weights = dict(weights_of("qwen2", QuantScheme.preset(preset), LOW_BIT_DTYPE))
     first = engine.update_weights(weights.items(), policy_version=0)
     before = completions(engine)
     weights["model.layers.1.self_attn.v_scale"] = torch.tensor([0.5])
@@ -330,7 +326,7 @@ def test_an_engine_asleep_or_closed_takes_no_weights() -> None:
 
 
 def test_a_learner_that_was_not_exported_for_the_engine_is_refused() -> None:
-    engine = shared("qwen3", "int8_w8a8")
-    weights = export_weights(policy_of("qwen3"), NONE, export_dtype=torch.float32)
-    with pytest.raises(RefreshError, match=r"q_proj\.weight is torch\.float32, the engine's is torch\.int8"):
+    engine = shared("qwen3", "int8_w8a8", LOW_BIT_DTYPE)
+    weights = export_weights(policy_of("qwen3"), NONE, export_dtype=LOW_BIT_DTYPE)
+    with pytest.raises(RefreshError, match=rf"q_proj\.weight is {LOW_BIT_DTYPE}, the engine's is torch\.int8"):
         engine.update_weights(weights, policy_version=0)

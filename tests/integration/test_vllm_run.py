@@ -16,7 +16,7 @@ import yaml
 from transformers import PreTrainedModel
 
 pytest.importorskip("vllm")
-from vllm_models import DEVICE, KV_BYTES
+from vllm_models import DEVICE, KV_BYTES, LOW_BIT_DTYPE
 
 from lqrl.cli import run
 from lqrl.learner.scorer import Scorer
@@ -90,6 +90,8 @@ def config_of(model: str, folder: Path, engine: dict[str, Any], **changes: Any) 
 
 def quickstart(model: str, folder: Path, engine: dict[str, Any], **changes: Any) -> list[dict[str, str]]:
     """Three iterations; the rows of metrics.csv."""
+    if changes.get("scheme") != "none":
+        changes = {"dtype": str(LOW_BIT_DTYPE).removeprefix("torch.")} | changes
     cli = run(["fit", "--config", str(config_of(model, folder, engine, **changes))])
     with (Path(cli.trainer.log_dir) / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
@@ -107,16 +109,18 @@ VLLM: dict[str, Any] = {
         "engine_args": {"block_size": 32, "enforce_eager": True},
     },
 }
+# In fp32 the aligned learner says what vLLM sampled with; an fp8 activation may go to the next code.
+MOST_K3 = {"none": 1e-8, "int8_w8a8": 1e-8, "fp8_per_channel": 1e-3}
 if DEVICE.type != "cpu":
     VLLM["init_args"]["gpu_memory_utilization"] = 0.05
+    MOST_K3 = {"none": 1e-7, "int8_w8a8": 0.01, "fp8_per_channel": 0.01}  # low bits in bf16
 
 
 @pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_per_channel", "none"])
 def test_the_quickstart_trains_on_vllm_rollouts(wider: str, tmp_path: Path, scheme: str) -> None:
     rows = quickstart(wider, tmp_path, VLLM, scheme=scheme, validate_full_precision=scheme == "int8_w8a8")
     assert len(column(rows, "rollout/length")) == 3
-    # In fp32 the aligned learner says what vLLM sampled with; an fp8 activation may go to the next code.
-    assert max(column(rows, "mismatch/k3")) < (1e-3 if scheme == "fp8_per_channel" else 1e-8)
+    assert max(column(rows, "mismatch/k3")) < MOST_K3[scheme]
     # Every iteration moved the engine, and left most codes as they were.
     assert all(0 < moved <= 1 for moved in column(rows, "refresh/elements_changed_fraction"))
     assert all(0 < moved < 0.9 for moved in column(rows, "refresh/codes_changed_fraction")) or scheme == "none"
@@ -127,7 +131,7 @@ def test_the_quickstart_trains_on_vllm_rollouts(wider: str, tmp_path: Path, sche
 def test_adapters_train_on_vllm_rollouts(wider: str, tmp_path: Path) -> None:
     lora = {"r": 4, "alpha": 8.0, "train_norms": True, "refresh": "adapter"}
     rows = quickstart(wider, tmp_path, VLLM, scheme="fp8_per_channel", lora=lora)
-    assert max(column(rows, "mismatch/k3")) < 1e-3
+    assert max(column(rows, "mismatch/k3")) < MOST_K3["fp8_per_channel"]
     # The base came before the first iteration.
     moved = column(rows, "refresh/elements_changed_fraction")
     assert min(moved) > 0
@@ -168,6 +172,6 @@ def test_two_ranks_train_on_rollouts_of_an_engine_that_they_hold_together(wider:
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     assert len(column(rows, "rollout/length")) == 3
-    assert max(column(rows, "mismatch/k3")) < 1e-8
+    assert max(column(rows, "mismatch/k3")) < MOST_K3["none"]
     assert all(0 < moved <= 1 for moved in column(rows, "refresh/elements_changed_fraction"))
     assert len(column(rows, "val/pass@1")) >= 1

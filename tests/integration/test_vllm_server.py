@@ -37,7 +37,9 @@ pytestmark = pytest.mark.vllm
 
 wider = test_vllm_run.wider
 
-SPEC = EngineSpec(config_of("qwen3"), QuantScheme.preset("int8_w8a8"), torch.float32, DEVICE, 128, EOS)
+PRESET = "int8_w8a8" if DEVICE.type == "cpu" else "none"  # what has fp32, in which log-probs are held against others
+SPEC = EngineSpec(config_of("qwen3"), QuantScheme.preset(PRESET), torch.float32, DEVICE, 128, EOS)
+SAME = 1e-5 if DEVICE.type == "cpu" else 1e-4
 PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(4, 6 + 3 * i))) for i in range(4)]
 SHORT = SamplingParams(n=(3, 5, 1, 4), max_tokens=9, temperature=0.8)
 LONG = SamplingParams(n=12, max_tokens=100, ignore_eos=True)
@@ -78,7 +80,7 @@ def check_same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
     assert [(c.prompt_id, c.sample_index) for c in flat(a)] == [(c.prompt_id, c.sample_index) for c in flat(b)]
     for x, y in zip(flat(a), flat(b), strict=True):
         assert torch.equal(x.token_ids, y.token_ids)
-        torch.testing.assert_close(x.logprobs, y.logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(x.logprobs, y.logprobs, rtol=0, atol=SAME)
         assert x.finish_reason == y.finish_reason
 
 
@@ -112,14 +114,14 @@ def when(condition: Callable[[], bool], then: Callable[[], Any]) -> threading.Th
 
 
 def test_it_says_what_the_engine_in_this_process_says(engine: VLLMServerEngine) -> None:
-    inside = refreshed("qwen3", "int8_w8a8")
+    inside = refreshed("qwen3", PRESET)
     for seed in (1, 2):
         check_same(engine.generate(PROMPTS, SHORT, seed=seed), inside.generate(PROMPTS, SHORT, seed=seed))
     greedy = SamplingParams(temperature=0, max_tokens=6)
     check_same(engine.generate(PROMPTS, greedy, seed=0), inside.generate(PROMPTS, greedy, seed=0))
     sequences = [[5, 9, 4, 30, 2, 8], [7, 7], [9]]
     for ours, theirs in zip(engine.score(sequences), inside.score(sequences), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=SAME)
 
 
 def test_there_and_back_is_the_same_engine(engine: VLLMServerEngine) -> None:
@@ -131,7 +133,7 @@ def test_there_and_back_is_the_same_engine(engine: VLLMServerEngine) -> None:
         assert {version_of(url) for url in engine.serving} == {f"{version}-{reports[-1].digest[:16]}"}
     there, other, back = reports
     assert there.digest == back.digest != other.digest
-    assert other.codes_changed_fraction > 0.9
+    assert (other.codes_changed_fraction > 0.9) == SPEC.scheme.quantizes
     check_same(said[0], said[2])
     assert not any(torch.equal(a.logprobs, b.logprobs) for a, b in zip(flat(said[0]), flat(said[1]), strict=True))
 
@@ -220,7 +222,7 @@ def test_the_quickstart_trains_on_rollouts_of_a_server(wider: str, tmp_path: Pat
     engine = {"class_path": "lqrl.engines.vllm.VLLMServerEngineFactory", "init_args": OF_SERVERS}
     rows = test_vllm_run.quickstart(wider, tmp_path, engine, scheme="int8_w8a8")
     assert len(test_vllm_run.column(rows, "rollout/length")) == 3
-    assert max(test_vllm_run.column(rows, "mismatch/k3")) < 1e-8
+    assert max(test_vllm_run.column(rows, "mismatch/k3")) < test_vllm_run.MOST_K3["int8_w8a8"]
     assert all(0 < moved < 0.9 for moved in test_vllm_run.column(rows, "refresh/codes_changed_fraction"))
 
 

@@ -1,4 +1,4 @@
-"""Tiny policies that vLLM's CPU kernels take, and engines on them that tests share."""
+"""Tiny policies that vLLM's kernels take, and engines on them that tests share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# On a GPU attention in fp32 is a Triton kernel, which would round what it multiplies to TF32.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ _SIZES: dict[str, Any] = {
 }
 # The same tests on a GPU: LQRL_TEST_ACCELERATOR=cuda pytest tests/integration/test_vllm_*.py
 DEVICE = torch.device(os.environ.get("LQRL_TEST_ACCELERATOR", "cpu"))
+# On a GPU vLLM's low-bit layers have no fp32.
+LOW_BIT_DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 EOS = (2, 3)
 KV_BYTES = 2**24
 

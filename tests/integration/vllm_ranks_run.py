@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from vllm_models import DEVICE, build, weights_of
+from vllm_models import DEVICE, LOW_BIT_DTYPE, build, weights_of
 
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, SamplingParams
@@ -23,6 +23,10 @@ PROMPTS = [Prompt(id=10 * i + 3, input_ids=tuple(range(4, 6 + 3 * i))) for i in 
 COUNTS = (3, 2, 1, 4)
 SEQUENCES = [[5, 9, 4, 30, 2, 8], [7, 7], [9, 3, 3]]
 MINE = (slice(0, 3), slice(3, 4))  # of rank 0 and of rank 1
+
+
+def dtype_of(preset: str) -> torch.dtype:
+    return torch.float32 if preset == "none" else LOW_BIT_DTYPE
 
 
 def said(groups: list[list[Completion]]) -> list[Any]:
@@ -42,11 +46,11 @@ def main(folder: Path, preset: str) -> None:
     if DEVICE.type == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if DEVICE.type == "cpu" else "nccl")
-    scheme, found = QuantScheme.preset(preset), {}
-    engine = build("qwen2", preset, torch.float32, tensor_parallel_size=2, record_log_mass=True)
+    scheme, dtype, found = QuantScheme.preset(preset), dtype_of(preset), {}
+    engine = build("qwen2", preset, dtype, tensor_parallel_size=2, record_log_mass=True)
 
     def refresh(seed: int, version: int, missing: bool = False) -> str:
-        weights = list(weights_of("qwen2", scheme, torch.float32, seed))
+        weights = list(weights_of("qwen2", scheme, dtype, seed))
         return engine.update_weights(weights[1:] if missing else weights, policy_version=version).digest
 
     found["digests"] = [refresh(seed, version) for version, seed in enumerate((0, 1, 0))]

@@ -43,7 +43,8 @@ class VLLMEngine(GuardedEngine):
 
     Differs from `lqrl.engines.TorchEngine`: a sample's random numbers come from vLLM's generator under a seed of the
     same (seed, prompt id, sample index), so the two engines draw other samples; a refresh holds all that it is sent
-    until it is complete, unless ``stream_refresh`` is set.
+    until it is complete, unless ``stream_refresh`` is set. In fp32 on a GPU its attention rounds what it multiplies to
+    TF32, unless ``TRITON_F32_DEFAULT=ieee`` is in the environment.
 
     Args:
         spec: what to build.
@@ -52,7 +53,7 @@ class VLLMEngine(GuardedEngine):
     Raises:
         ImportError: without vLLM.
         RuntimeError: for a vLLM that is not tested, or that cannot be built so.
-        ValueError: when vLLM has no such format, or an option is unknown or decided elsewhere.
+        ValueError: when vLLM has no such format there, or an option is unknown, decided elsewhere or not to be had.
         NotImplementedError: for exact mode, a second GPU or several ranks.
     """
 
@@ -65,8 +66,10 @@ class VLLMEngine(GuardedEngine):
         vllm = import_vllm(allow_untested=options.allow_untested_version)
         platform = device_type()
         process.check_process(spec, platform, options.tensor_parallel_size)
+        process.check_sleep(options.sleep_level)
         # On a CPU kernels keep a copy of every matrix, the head's too.
         served = ServedModel(base, unties=platform == "cpu", fp32_head=options.fp32_head)
+        process.check_dtype(spec.scheme, spec.dtype, platform)
         super().__init__(spec, served, count_changes=options.count_changes, streams=options.stream_refresh)
         self.options = options
         self._adapters = None if spec.lora is None else ServedAdapters(spec, spec.lora)
@@ -112,7 +115,7 @@ class VLLMEngine(GuardedEngine):
             except Exception as error:
                 raise RuntimeError(
                     f"vLLM {self._vllm.__version__} cannot be built for scheme {self.spec.scheme.name!r} in "
-                    f"{self.spec.dtype} on {self.spec.device}: {error}"
+                    f"{self.spec.dtype} on {self.spec.device}: {process.words_of(error)}"
                 ) from error
 
     # ---------------------------------------------------------------- generation

@@ -6,7 +6,8 @@ from lqrl.engines.base import EngineSpec
 from lqrl.quant.scheme import QuantScheme
 
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-"""Schemes that vLLM makes of unquantized weights, by the same name; equal to ours."""
+"""Schemes that vLLM makes of unquantized weights, by the same name; equal to ours. For fp8_per_block on a GPU the
+last bit of scales may differ, and with it codes of weights halfway between two: see `lqrl.quant.numerics.fp8`."""
 
 
 def check_online(spec: EngineSpec) -> None:

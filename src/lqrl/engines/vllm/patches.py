@@ -62,7 +62,29 @@ def _load_under_adapters() -> None:
         BaseLayerWithLoRA.load_weights = load_weights
 
 
+def _draw_from_the_vocabulary() -> None:
+    """Keep the tokens that a Triton kernel draws where there are logits, NaN or not."""
+    import vllm.v1.worker.gpu.sample.sampler as sampler
+
+    draw: Any = sampler.gumbel_sample
+
+    @functools.wraps(draw)
+    def draw_from(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return draw(logits, *args, **kwargs).clamp_(0, logits.shape[-1] - 1)
+
+    sampler.gumbel_sample = draw_from
+
+
 PATCHES = (
+    Patch(
+        name="draw-from-the-vocabulary",
+        defect="of NaN logits the sampler draws tokens beyond a vocabulary of less than 1024, and the next step looks "
+        "up their embeddings: a device-side assert, after which the process cannot use the GPU",
+        platform="cuda",
+        first=(0, 26),
+        last=(0, 32),
+        install=_draw_from_the_vocabulary,
+    ),
     Patch(
         name="load-under-adapters",
         defect="a layer with room for an adapter finds no parameter of its own for weights that are loaded again",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,39 @@ def check_card(scheme: QuantScheme, capability: Sequence[int]) -> None:
         raise ValueError(f"scheme {scheme.name!r}: on this card vLLM quantizes the activations too; take nvfp4_w4a16")
 
 
+def check_dtype(scheme: QuantScheme, dtype: torch.dtype, platform: str) -> None:
+    """Refuse numbers that vLLM's low-bit layers do not give.
+
+    Args:
+        scheme: the learner's.
+        dtype: of the activations.
+        platform: the device type of the vLLM that computes.
+
+    Raises:
+        ValueError: for fp32 with quantized weights on a GPU.
+    """
+    if platform == "cuda" and dtype == torch.float32 and scheme.weight is not None:
+        raise ValueError(
+            f"scheme {scheme.name!r}: vLLM's low-bit layers give no fp32 on a GPU; set model.init_args.dtype: bfloat16"
+        )
+
+
+def check_sleep(level: int) -> None:
+    """Refuse a second engine that gives memory up in sleep: vLLM's allocator for it serves one a process.
+
+    Args:
+        level: of the engine that is to be built.
+
+    Raises:
+        ValueError: while this process holds another one, which it does until all its engines are closed.
+    """
+    if level > 0 and any(llm.llm_engine.model_config.enable_sleep_mode for llm in (*_shared, *_open, *_retired)):
+        raise ValueError(
+            f"VLLMEngineFactory.sleep_level={level}: vLLM takes one engine with sleep a process, and this one holds "
+            "another until all its engines are closed; close them first, or set 0"
+        )
+
+
 def check_cpu_attention(spec: EngineSpec) -> None:
     """Refuse heads of a width that the CPU kernels of the installed vLLM do not have.
 
@@ -125,6 +159,14 @@ def launch(arguments: Mapping[str, Any], variables: Mapping[str, str], device: t
     finally:
         _open.remove(starting)
     return llm
+
+
+def words_of(error: BaseException) -> str:
+    """What ``error`` says; of an assertion without words, which it is and where it stands."""
+    if str(error):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {where.line} ({where.filename}, line {where.lineno})"
 
 
 def rank_variables(ranks: int, device: torch.device) -> dict[str, str]:

@@ -30,7 +30,7 @@ from lqrl.engines.vllm.inspection import Inspection
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Group, Partial, begun, enough
 from lqrl.engines.vllm.peer import Patience, PeerLost
-from lqrl.engines.vllm.process import check_cpu_attention, check_ranks
+from lqrl.engines.vllm.process import check_cpu_attention, check_dtype, check_ranks
 from lqrl.engines.vllm.reload import check_loaded
 from lqrl.engines.vllm.replica import Replica
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, sampling_fields
@@ -194,6 +194,7 @@ class VLLMServerEngine(GuardedEngine):
         # What vLLM is asked for depends on where the servers run, not on where the learner does.
         there = replace(spec, device=torch.device(platform))
         served = ServedModel(there, unties=platform == "cpu", fp32_head=options.fp32_head)
+        check_dtype(spec.scheme, spec.dtype, platform)
         if not options.urls:
             replicas = self._processes(there, served)
         self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version))

@@ -6,6 +6,7 @@ A server that lqrl did not start needs ``--worker-extension-cls lqrl.engines.vll
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from lqrl.engines.vllm.patches import install_patches
 from lqrl.engines.vllm.served import described
 from lqrl.engines.vllm.transfer import read_weights
 from lqrl.engines.vllm.versions import device_type
+
+if "vllm" in sys.modules:  # whose worker imports this before it builds its model
+    install_patches(import_module("vllm").__version__, device_type())
 
 
 class ServedWorker:
@@ -52,7 +56,6 @@ class ServedWorker:
             ``error``, and whether the worker is ``broken``, so that no further load can succeed.
         """
         worker = _worker(self)
-        install_patches(import_module("vllm").__version__, device_type())
         before = reload.addresses(worker)
         try:
             with torch.inference_mode(False), torch.no_grad():
