@@ -22,6 +22,7 @@ Every log-probability is named by whose it is:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -43,6 +44,9 @@ class Prompt:
         answer: the reference answer, if the task has one.
         fields: the remaining columns of the row, for rewards that need more than ``answer``.
         where: file and line, or data set and number, of the row; for messages.
+
+    Raises:
+        ValueError: for an id that does not fit 64 bits.
     """
 
     id: int
@@ -51,6 +55,10 @@ class Prompt:
     answer: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.id < 2**63:
+            raise ValueError(f"Prompt.id must fit 64 bits, got {self.id}; take a hash of what identifies the row")
 
 
 @dataclass
@@ -101,8 +109,10 @@ class SamplingParams:
         counts = (self.n,) if isinstance(self.n, int) else tuple(self.n)
         if any(n < 1 for n in counts):
             raise ValueError(f"SamplingParams.n must be at least 1, got {self.n}")
-        if self.temperature < 0:
-            raise ValueError(f"SamplingParams.temperature must be >= 0, got {self.temperature}; use 0 for greedy")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"SamplingParams.temperature must be >= 0 and finite, got {self.temperature}; use 0 for greedy"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p must be in (0, 1], got {self.top_p}; use 1 to keep every token")
         if self.top_k < 0:

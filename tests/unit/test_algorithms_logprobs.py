@@ -173,6 +173,8 @@ def test_no_rows_give_no_logprobs_and_zero_gradients() -> None:
         ({"hidden": torch.zeros(2, 3, 4)}, "select the predicting rows"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, "one target for each of 3 rows"),
         ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"temperature": float("nan")}, "temperature must be >= 0 and finite"),
+        ({"temperature": float("inf")}, "temperature must be >= 0 and finite"),
         ({"chunk_size": 0}, "use None"),
     ],
 )

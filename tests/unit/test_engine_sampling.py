@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lqrl.engines.sampling import draw, mix64, sample, sample_keys, uniforms
-from lqrl.types import SamplingParams
+from lqrl.types import Prompt, SamplingParams
 
 
 def signed(x: int) -> int:
@@ -155,3 +155,14 @@ def test_top_p_of_a_large_vocabulary_equals_a_full_sort(scale: float) -> None:
 def test_a_missing_uniform_is_an_error() -> None:
     with pytest.raises(ValueError, match="one uniform a row"):
         sample(torch.zeros(1, 4), None, SamplingParams())
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_a_temperature_that_is_no_number_to_divide_by_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature must be >= 0 and finite, got .*; use 0 for greedy"):
+        SamplingParams(temperature=temperature)
+
+
+def test_an_id_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Prompt.id must fit 64 bits, got 9223372036854775808"):
+        Prompt(id=2**63, input_ids=(1,))

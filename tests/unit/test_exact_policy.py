@@ -228,10 +228,6 @@ def test_what_cannot_be_exact_is_refused_by_name():
     config = LlamaConfig(**fields(hidden_act="gelu"))
     with pytest.raises(NotImplementedError, match=r"model\.layers\.0\.mlp\.act_fn \(GELUActivation\)"):
         exact_learner_(load_model(config, dtype=FP32, seed=0), FP32)
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    config = LlamaConfig(**fields(rope_parameters=dynamic))
-    with pytest.raises(NotImplementedError, match="rotary frequencies that follow the length"):
-        exact_learner_(load_model(config, dtype=FP32, seed=0), FP32)
     policy = load_model(tiny_config("llama"), dtype=FP32, seed=0)
     prepare_(policy, QuantScheme("fp8", _FP8, replace(_FP8, dynamic=True)), export_dtype=FP32)
     with pytest.raises(NotImplementedError, match=r"no product for Fp8Tensor\(activation='tensor'\)"):

@@ -304,3 +304,21 @@ def test_what_does_not_fit_is_refused_before_it_is_read():
     for k, v in ((x[:, :3], x[:, :3]), (x, x[:4]), (x[..., :6], x)):
         with pytest.raises(ValueError, match="do not fit keys"):
             exact.attention(x, k, v, exact.packed_sequences([5]), 1.0)
+
+
+def test_without_top_k_and_top_p_every_token_is_kept():
+    uniform = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    tokens, _, log_mass = exact.sample_truncated(torch.zeros(2, 8192), uniform, 1.0, 0, 1.0)
+    assert tokens.tolist() == [819, 7372]
+    assert log_mass.abs().max() < 1e-6
+
+
+def test_of_zeros_of_both_signs_the_first_is_the_more_likely():
+    logits, uniform = torch.tensor([[-1.0, -0.0, 0.0]]), torch.zeros(1, dtype=torch.float64)
+    assert exact.sample_truncated(logits, uniform, 1.0, 1, 1.0)[0].tolist() == [1]
+
+
+def test_a_vocabulary_whose_sums_could_overflow_is_refused():
+    logits, uniform = torch.zeros(1, 2**18), torch.zeros(1, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="at most 262143 tokens, got 262144"):
+        exact.sample_truncated(logits, uniform, 1.0, 0, 0.9)

@@ -147,3 +147,21 @@ def test_a_head_of_its_own_stays_one_whatever_the_config_says(tmp_path) -> None:
     loaded = load_model(str(tmp_path), dtype=torch.float32)
     assert torch.equal(output_weight(loaded), head)
     assert loaded.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {
+            "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused(rope):
+    with pytest.raises(NotImplementedError, match=f"'{rope['rope_type']}' follow the longest sequence of a call"):
+        load_model(LlamaConfig(**SIZES, rope_parameters=rope), dtype=torch.float32, seed=0)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    load_model(LlamaConfig(**SIZES, rope_parameters=yarn), dtype=torch.float32, seed=0)

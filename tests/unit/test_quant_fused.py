@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lqrl.quant.fused import fuse_
+from lqrl.engines.base import EngineSpec, RefreshError
+from lqrl.engines.torch import TorchEngineFactory
+from lqrl.modeling.backbone import load_model
+from lqrl.quant.export import export_weights
+from lqrl.quant.fused import QuantizedProduct, fuse_, scales_agree
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.methods import linear_method
 from lqrl.quant.methods.exact import exact_method
 from lqrl.quant.scheme import PRESETS, QuantScheme
+from lqrl.testing import tiny_config
 
 WIDTHS = (256, 128, 128)
 K = 256
@@ -117,3 +122,25 @@ def test_a_low_bit_product_has_the_bits_of_its_layers_and_follows_a_refresh(name
 @pytest.mark.gpu
 def test_scales_that_do_not_lie_by_rows_are_not_fused():
     assert fuse_(quantized("fp8_per_tensor", CUDA, exact=True)) is None
+
+
+def test_scales_of_whole_tensors_must_agree():
+    def product(*scales: float) -> QuantizedProduct:
+        method = linear_method(QuantScheme.preset("nvfp4_w4a16"))
+        return QuantizedProduct(method, (), None, (tuple(torch.tensor([s]) for s in scales),))
+
+    assert scales_agree([])
+    assert scales_agree([product(2.0, 2.0, 2.0), product(3.0, 3.0), torch.nn.functional.silu])
+    assert not scales_agree([product(2.0, 2.0, 2.0), product(3.0, 4.0)])
+
+
+@pytest.mark.gpu
+def test_a_refresh_with_other_scales_for_siblings_is_refused():
+    scheme, config = QuantScheme.preset("nvfp4_w4a16"), tiny_config("qwen3")
+    policy = load_model(config, dtype=torch.float32, device=CUDA, seed=0)
+    engine = TorchEngineFactory()(EngineSpec(policy.config, scheme, torch.bfloat16, CUDA, 64, ()))
+    weights = dict(export_weights(policy, scheme, export_dtype=torch.bfloat16))
+    engine.update_weights(weights.items(), policy_version=0)
+    name = next(name for name in weights if name.endswith("k_proj.weight_global_scale"))
+    with pytest.raises(RefreshError, match="came with different scales for whole tensors"):
+        engine.update_weights((weights | {name: weights[name] * 2}).items(), policy_version=1)

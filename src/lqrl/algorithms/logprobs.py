@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -204,7 +205,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"expected one target for each of {len(hidden)} rows, got shape {tuple(targets.shape)}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be >= 0, got {temperature}; 0 scores greedy samples at temperature 1")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"temperature must be >= 0 and finite, got {temperature}; 0 scores greedy samples at temperature 1"
+        )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to bound it by memory")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lqrl.algorithms.logprobs import head_logits
-from lqrl.engines.base import EngineSpec
+from lqrl.engines.base import EngineSpec, RefreshError
 from lqrl.engines.fused_decoder import FusedDecoder
 from lqrl.engines.layers import fuse_projections_
 from lqrl.engines.lean import LeanDecoder
@@ -20,6 +20,7 @@ from lqrl.modeling.exact import exact_engine_
 from lqrl.quant import exact, triton_use
 from lqrl.quant.adapters import attach_adapters_
 from lqrl.quant.codes import CodeModule
+from lqrl.quant.fused import scales_agree
 from lqrl.quant.kv import kv_rounding, prepare_kv_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.prepare import convert_
@@ -112,7 +113,16 @@ class Decoder:
 
     @torch.no_grad()
     def refresh_derived(self) -> None:
-        """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place."""
+        """Bring what is computed from the weights (packed codes, the fp32 head) up to date, in place.
+
+        Raises:
+            RefreshError: when layers that are multiplied together were sent with different scales.
+        """
+        if not scales_agree(self._fused.values()):
+            raise RefreshError(
+                "query, key and value, or gate and up, came with different scales for whole tensors, and are "
+                "multiplied with one; quantize the checkpoint with one for them, as export_weights does"
+            )
         for layer in self._coded:
             layer.pack()
         if self.head is not None and self.exact:

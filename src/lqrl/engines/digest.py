@@ -13,21 +13,22 @@ from lqrl.engines.sampling import mix64
 from lqrl.quant.triton_use import use_triton
 
 _BLOCK = 2**15  # words that share one table of place values; on a CPU a block stays in the cache
+_SECOND = 2**32  # places of blocks begin here, places within one at 1
 _BLOCKS = {"cpu": 1}  # blocks hashed at once; elsewhere many, for few launches
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def word_size(tensor: Tensor) -> int:
-    """Bytes of the widest integers that divide a contiguous ``tensor`` and the way to it in its storage."""
-    return next(
-        n for n in _WORDS if tensor.nbytes % n == 0 and tensor.storage_offset() * tensor.element_size() % n == 0
-    )
+    """Bytes of the widest integers that divide ``tensor``."""
+    return next(n for n in _WORDS if tensor.nbytes % n == 0)
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of ``tensor`` as a flat tensor of integers."""
-    tensor = tensor.detach().contiguous()
-    return tensor.flatten().view(torch.int8).view(_WORDS[word_size(tensor)])
+    tensor, size = tensor.detach().contiguous(), word_size(tensor)
+    if tensor.storage_offset() * tensor.element_size() % size:  # a view of words must begin with one
+        tensor = tensor.clone()
+    return tensor.flatten().view(torch.int8).view(_WORDS[size])
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
         mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
         mixed ^= (mixed >> 29) & 0x7FFFFFFFF
         block = torch.arange(start // _BLOCK, start // _BLOCK + len(part), device=tensor.device)
-        total += (mixed.sum(1) * (2 * block + 1)).sum()
+        total += (mixed.sum(1) * (mix64(block + _SECOND) | 1)).sum()
     return total
 
 

@@ -16,6 +16,7 @@ from lqrl.engines.digest import word_size
 from lqrl.quant.triton_use import on_device
 
 _WIDTH = 2**15  # words that share one table of place values, as in `lqrl.engines.digest`
+_SECOND = tl.constexpr(2**32)  # as there
 _MIX_1 = tl.constexpr(-4658895280553007687)  # of `lqrl.engines.sampling.mix64`
 _MIX_2 = tl.constexpr(-7723592293110705685)
 _BLOCK = 1024  # words of one program's tile
@@ -52,7 +53,7 @@ def _digest(
         part = tl.load(words_ptr + offsets, mask=offsets < words, other=0).to(tl.int64)
         mixed = (part ^ ((part >> 32) & 0xFFFFFFFF)) * place
         mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
-        total += mixed * (2 * (block + step) + 1)
+        total += mixed * (_mix64(block + step + _SECOND) | 1)
     tl.atomic_add(out_ptr + tl.load(row + 2), tl.sum(total, 0), sem="relaxed")
 
 

@@ -68,8 +68,8 @@ def load_model(
         seed: of the random initialization; the global generator is left as it was.
 
     Raises:
-        NotImplementedError: when the architecture does not send every layer's attention through the interface, or
-            changes its logits after the output head.
+        NotImplementedError: when the architecture does not send every layer's attention through the interface, changes
+            its logits after the output head, or has rotary frequencies that follow the length.
     """
     from transformers import AutoModelForCausalLM
 
@@ -106,6 +106,7 @@ def check_architecture(model: PreTrainedModel) -> None:
             raise NotImplementedError(
                 f"{architecture}: config.{key}={settings[key]} is not supported; the head must be a plain product"
             )
+    _check_rope(architecture, settings.get("rope_parameters") or {})
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise NotImplementedError(f"{architecture}: the output head must be a linear layer without bias")
@@ -115,6 +116,16 @@ def check_architecture(model: PreTrainedModel) -> None:
             f"{architecture}: {len(shapes)} of {layers} layers sent their attention through transformers' "
             f"AttentionInterface, so packed tokens cannot be kept apart; {_SUPPORTED}"
         )
+
+
+def _check_rope(architecture: str, rope: dict[str, object]) -> None:
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one a kind of layer
+        kind = str(one.get("rope_type", "default"))
+        if kind == "longrope" or "dynamic" in kind:
+            raise NotImplementedError(
+                f"{architecture}: rotary frequencies of type {kind!r} follow the longest sequence of a call, so a "
+                "token's log-prob would depend on what it is packed with; set another rope_type, such as yarn"
+            )
 
 
 def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:

@@ -29,10 +29,18 @@ def draw_truncated(
 
     Returns:
         int64 ``[R]`` and fp32 ``[R]``.
+
+    Raises:
+        NotImplementedError: for a vocabulary whose sums would not fit 63 bits.
     """
     vocabulary = logits.shape[1]
-    few = few and top_k == 0 and vocabulary > 4 * _FEW
-    bits = logits.view(torch.int32)
+    if vocabulary > MAX_VOCABULARY:
+        raise NotImplementedError(
+            f"exact mode truncates vocabularies of at most {MAX_VOCABULARY} tokens, got {vocabulary}; set top_k to 0 "
+            "and top_p to 1, or exact to false"
+        )
+    few = few and top_k == 0 and top_p < 1 and vocabulary > 4 * _FEW
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # integers in the order of the logits
     order |= torch.arange(vocabulary - 1, -1, -1, device=logits.device)
     size = min(top_k or (_FEW if few else vocabulary), vocabulary)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +24,13 @@ class QuantizedProduct:
         method: the format's operations.
         operands: of all weights, one after the other.
         bias: of all layers, or none.
+        shared: scales of whole tensors, each as every layer holds it; the product reads the first layer's.
     """
 
     method: LinearMethod
     operands: Operands
     bias: Tensor | None
+    shared: tuple[tuple[Tensor, ...], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N1 + N2 + ...]``."""
@@ -42,6 +44,15 @@ class QuantizedProduct:
     def coded(self, x: Coded, dtype: torch.dtype) -> Tensor:
         """The product of tokens that are quantized already, in ``dtype``, which theirs was."""
         return self.method.coded_linear(x, self.operands, self.bias, dtype)
+
+
+def scales_agree(products: Iterable[Product]) -> bool:
+    """Whether layers of one product hold equal scales for whole tensors, without which it is not theirs."""
+    groups = [group for p in products if isinstance(p, QuantizedProduct) for group in p.shared]
+    if not groups:
+        return True
+    firsts = [group[0].flatten() for group in groups for _ in group[1:]]
+    return torch.equal(torch.cat(firsts), torch.cat([t.flatten() for group in groups for t in group[1:]]))
 
 
 @torch.no_grad()
@@ -97,7 +108,8 @@ def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:
     if bias is not None:
         for layer, own in zip(layers, bias.split(widths), strict=True):
             layer.bias = own
-    return QuantizedProduct(first.method, operands, bias)
+    shared = tuple(tuple(tensors[name] for tensors in shipped) for name in shipped[0].keys() - parts.keys())
+    return QuantizedProduct(first.method, operands, bias, shared)
 
 
 def _row_counts(
