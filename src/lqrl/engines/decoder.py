@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,14 @@ _FUSED_LENGTHS = (150, 33, 2)  # of those that fused kernels are compared on: se
 _ROUNDINGS = 8.0
 
 
+class _Way(NamedTuple):
+    """A way through the layers: `FusedDecoder`, or `LeanDecoder` with these fused norms and fused products."""
+
+    kernels: bool
+    norms: bool = False
+    products: bool = True
+
+
 class Decoder:
     """A transformers model of ``spec.config`` with ``spec.scheme``'s linear layers; its weights come later.
 
@@ -50,6 +60,8 @@ class Decoder:
         device: where the model is.
         lean: the short cut through the layers, or ``None``; chosen at the first refresh. It gives the same bits, but
             for `FusedDecoder` out of exact mode, which gives the same result up to rounding.
+
+    A deep copy computes with weights of its own.
 
     Args:
         spec: what to build.
@@ -85,10 +97,23 @@ class Decoder:
                 self.head = weight.float()
         self._coded = [module for _, module in walk(self.model) if isinstance(module, CodeModule)]
         self.lean: LeanDecoder | FusedDecoder | None = None
+        self._way: _Way | None = None  # of `lean`
         self._fuses = fused and triton_use.serves(self.device) and spec.max_model_len > 1
         self._dtype, self._scheme = spec.dtype, spec.scheme
         self._max_positions = spec.max_model_len
         self._chosen = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        """A decoder on tensors of its own, that takes the same way through the layers."""
+        other = memo[id(self)] = object.__new__(type(self))
+        # Products and layers are functions that hold modules, and parameters that are parts of one tensor are copied
+        # apart: both are made anew on the copied model.
+        rest = {name: value for name, value in vars(self).items() if name not in ("lean", "_fused")}
+        vars(other).update(copy.deepcopy(rest, memo))
+        other._fused = fuse_projections_(other.model) if self._fused else {}
+        with torch.no_grad():
+            other.lean = None if other._way is None else other._built(other._way)
+        return other
 
     @property
     def weight_bytes(self) -> int:
@@ -145,31 +170,40 @@ class Decoder:
     def _choose_equal(self, probe: Probe, expected: Tensor) -> None:
         """Take the fastest way that equals transformers' bit for bit."""
         reason, norms = "another result", (False,) if self.exact else (True, False)
-        for fused_norms, fused in itertools.product(norms, (self._fused, {}) if self._fused else ({},)):
+        for fused_norms, products in itertools.product(norms, (True, False) if self._fused else (False,)):
+            way = _Way(False, fused_norms, products)
             try:
-                candidate = LeanDecoder(self.model, self.shapes, self._max_positions, fused_norms, fused)
+                candidate = self._built(way)
             except NotImplementedError as error:
                 reason = str(error)
                 break
             if torch.equal(probe.packed(self._through(candidate)), expected):
-                log.info("decoder layers run lean, fused norms %s, fused products %d", fused_norms, len(fused))
-                self.lean = candidate
+                count = len(self._fused) if products else 0
+                log.info("decoder layers run lean, fused norms %s, fused products %d", fused_norms, count)
+                self.lean, self._way = candidate, way
                 return
         log.info("decoder layers run as transformers has them: %s", reason)
 
     def _choose_fused(self) -> bool:
         """Take the fused kernels if they lie as near to transformers' layers as rounding does; if equal when exact."""
+        way = _Way(True)
         try:
-            candidate = FusedDecoder(self.model, self.shapes, self._max_positions, self._fused)
+            candidate = self._built(way)
         except NotImplementedError as error:
             log.info("decoder layers run without fused kernels: %s", error)
             return False
         if not (self._equal(candidate) if self.exact else self._near(candidate)):
             return False
-        self.lean = candidate
+        self.lean, self._way = candidate, way
         return True
 
-    def _equal(self, candidate: FusedDecoder) -> bool:
+    def _built(self, way: _Way) -> LeanDecoder | FusedDecoder:
+        fused = self._fused if way.products else {}
+        if way.kernels:
+            return FusedDecoder(self.model, self.shapes, self._max_positions, fused)
+        return LeanDecoder(self.model, self.shapes, self._max_positions, way.norms, fused)
+
+    def _equal(self, candidate: LeanDecoder | FusedDecoder) -> bool:
         """Whether prefill and a decode step from a cache of the engine's format have the learner's bits."""
         kv = kv_rounding(self.model, self._scheme)
         probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, True, kv)
@@ -181,7 +215,7 @@ class Decoder:
         log.info("exact decoder layers run fused")
         return True
 
-    def _near(self, candidate: FusedDecoder) -> bool:
+    def _near(self, candidate: LeanDecoder | FusedDecoder) -> bool:
         """Whether the candidate lies as near to transformers' layers as rounding does."""
         probe = Probe(_FUSED_LENGTHS, self._max_positions, self.vocabulary, self.device, False)
         plain, shapes = self._through(None), [shape for _, shape in sorted(self.shapes.items())]

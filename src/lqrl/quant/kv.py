@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
@@ -216,15 +216,22 @@ def kv_scales(model: nn.Module, scheme: QuantScheme) -> list[tuple[Tensor, Tenso
     return [(m.get_buffer("k_scale"), m.get_buffer("v_scale")) for m in attention_modules(model)]
 
 
+@dataclass(frozen=True)
+class _Scales:
+    """The scales that the modules of a model hold when it is called; a deep copy reads the copied modules."""
+
+    modules: list[nn.Module]
+    per_token: bool
+    one: Tensor = field(default_factory=lambda: torch.ones(()))
+
+    def __call__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if self.per_token:
+            return self.one, self.one
+        module = self.modules[layer_idx]
+        return module.get_buffer("k_scale"), module.get_buffer("v_scale")
+
+
 def kv_rounding(model: nn.Module, scheme: QuantScheme) -> KVRounding | None:
     """The rounding of ``scheme``'s cache with the scales of ``model``; ``None`` for a cache in the compute dtype."""
     method = kv_method(scheme)
-    if method is None:
-        return None
-    modules, one = attention_modules(model), torch.ones(())
-
-    def scales(layer_idx: int) -> tuple[Tensor, Tensor]:
-        module = modules[layer_idx]
-        return (one, one) if method.per_token else (module.get_buffer("k_scale"), module.get_buffer("v_scale"))
-
-    return KVRounding(method, scales)
+    return None if method is None else KVRounding(method, _Scales(attention_modules(model), method.per_token))
