@@ -8,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lqrl.quant.compressed_format import (
+    ACTIVATIONS,
+    CACHE,
     checkpoint_format,
     pack_codes,
     parse_quantization_config,
     quantization_config,
     shipped_tensors,
     unpack_codes,
+    with_unwritten,
 )
 from lqrl.quant.methods import linear_method
 from lqrl.quant.scheme import PRESETS, TensorFormat
@@ -96,3 +99,47 @@ def test_a_config_that_cannot_be_computed_is_refused_with_the_reason(part, chang
     settings["config_groups"]["group_0"][part] |= changes
     with pytest.raises(ValueError, match=reason):
         parse_quantization_config(settings, "theirs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config_groups": []}, r"config_groups is \[\], where an object is needed"),
+        ({"config_groups": [{"weights": None}]}, "config_groups is .*, where an object is needed"),
+        ({"config_groups": {"group_0": "W8A8"}}, "1 config_groups, where one with its arguments is needed"),
+        ({"config_groups": {"group_0": {"weights": "x"}}}, "weights is 'x', where an object is needed"),
+        ({"config_groups": {"group_0": {"weights": {}, "input_activations": 8}}}, "input_activations is 8, where an"),
+        (
+            {"config_groups": {"group_0": {"weights": {"num_bits": [8]}}}},
+            r"weights have num_bits \[8\], where a single",
+        ),
+        (
+            {"config_groups": {"group_0": {"weights": {"group_size": {}}}}},
+            r"weights have group_size \{\}, where a single",
+        ),
+        (
+            {"config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": 128}}}},
+            "weights have blocks of 128",
+        ),
+        ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme is 'fp8', where an object is needed"),
+        ({"kv_cache_scheme": ["fp8"]}, "kv_cache_scheme is .*, where an object is needed"),
+    ],
+)
+def test_a_config_of_other_types_is_refused_with_the_place(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_quantization_config(quantization_config(PRESETS["int8_w8a8"], []) | changes, "theirs")
+
+
+@pytest.mark.parametrize("key", [ACTIVATIONS, CACHE])
+@pytest.mark.parametrize("value", [5, "fp8", [{}], True])
+def test_what_lqrl_alone_reads_must_be_an_object(key, value):
+    with pytest.raises(ValueError, match=rf"{key} is .*, where an object is needed"):
+        with_unwritten(PRESETS["int8_w8a16"], {key: value})
+
+
+def test_unpacking_takes_the_columns_that_the_width_needs():
+    packed = pack_codes(torch.ones(3, 10, dtype=torch.int8), 8)
+    assert unpack_codes(packed, 8, 10).shape == (3, 10)
+    for width in (4, 8, 13):
+        with pytest.raises(ValueError, match=r"weight_packed is torch.int32 \(3, 3\), where .* is needed"):
+            unpack_codes(packed, 8, width)

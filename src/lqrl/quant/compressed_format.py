@@ -32,6 +32,7 @@ _BITS = {"int8": 8, "int4": 4, "int3": 4, "fp8_e4m3": 8, "fp4_e2m1": 4}
 _SCALE_DTYPES = {"fp8_e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 _BLOCK = [128, 128]
 _STRATEGIES = ("tensor", "channel", "token", "group", "block", "tensor_group")
+_SINGLE = ("num_bits", "type", "group_size", "strategy")
 KV_STATIC = TensorFormat("fp8_e4m3", "tensor")
 """The one cache format that a ``quantization_config`` describes; it has calibrated scales."""
 ACTIVATIONS = "rollout_input_activations"
@@ -84,7 +85,8 @@ def with_unwritten(scheme: QuantScheme, config: Mapping[str, Any]) -> QuantSchem
     """
     refused: list[str] = []
     fields = {"activation": ACTIVATIONS, "kv_cache": CACHE}
-    found: dict[str, Any] = {f: _parsed(key, config[key], refused) for f, key in fields.items() if config.get(key)}
+    said = {field: _object(config, key) for field, key in fields.items()}
+    found: dict[str, Any] = {f: _parsed(fields[f], said_of, refused) for f, said_of in said.items() if said_of}
     if refused:
         raise ValueError("; ".join(refused))
     return replace(scheme, **found)
@@ -155,10 +157,10 @@ def parse_quantization_config(config: Mapping[str, Any], name: str) -> QuantSche
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         if config.get(key):
             refused.append(f"{key} is set")
-    groups = list((config.get("config_groups") or {}).values())
+    groups = list((_object(config, "config_groups") or {}).values())
     if len(groups) != 1 or not isinstance(groups[0], Mapping):
         raise ValueError("; ".join([*refused, f"{len(groups)} config_groups, where one with its arguments is needed"]))
-    weights, inputs = groups[0].get("weights"), groups[0].get("input_activations")
+    weights, inputs = (_object(groups[0], part) for part in ("weights", "input_activations"))
     if groups[0].get("output_activations"):
         refused.append("output_activations are quantized")
     weight = None if weights is None else _parsed("weights", weights, refused)
@@ -169,7 +171,8 @@ def parse_quantization_config(config: Mapping[str, Any], name: str) -> QuantSche
         refused.append("weights are dynamic")
     if inputs is not None and inputs.get("dynamic") is not True:
         refused.append(f"input_activations have calibrated scales (dynamic: {inputs.get('dynamic', False)})")
-    cache = config.get("kv_cache_scheme") and _parsed("kv_cache_scheme", config["kv_cache_scheme"], refused)
+    keys_and_values = _object(config, "kv_cache_scheme")
+    cache = _parsed("kv_cache_scheme", keys_and_values, refused) if keys_and_values else None
     if cache not in (None, KV_STATIC):
         refused.append(f"kv_cache_scheme is {cache}, not {KV_STATIC}")
     if refused:
@@ -177,7 +180,19 @@ def parse_quantization_config(config: Mapping[str, Any], name: str) -> QuantSche
     return QuantScheme(name, weight, activation, kv_cache=cache)
 
 
+def _object(holder: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """What ``holder`` has under ``key``, if anything."""
+    found = holder.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{key} is {found!r}, where an object is needed")
+    return found
+
+
 def _parsed(what: str, arguments: Mapping[str, Any], refused: list[str]) -> TensorFormat | None:
+    lists = [key for key in _SINGLE if isinstance(arguments.get(key), (list, dict))]
+    if lists:
+        refused.append(f"{what} have {lists[0]} {arguments[lists[0]]}, where a single value is needed")
+        return None
     bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
     dtypes = {(8, "int"): "int8", (4, "int"): "int4", (8, "float"): "fp8_e4m3", (4, "float"): "fp4_e2m1"}
     dtype = dtypes.get((bits, kind))
@@ -189,8 +204,9 @@ def _parsed(what: str, arguments: Mapping[str, Any], refused: list[str]) -> Tens
         refused.append(f"{what} are reordered (actorder: {arguments['actorder']})")
     size = arguments.get("group_size")
     strategy = arguments.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
-    if strategy == "block" and list(arguments.get("block_structure") or ()) != _BLOCK:
-        refused.append(f"{what} have blocks of {arguments.get('block_structure')}, not {_BLOCK}")
+    block = arguments.get("block_structure")
+    if strategy == "block" and not (isinstance(block, Sequence) and list(block) == _BLOCK):
+        refused.append(f"{what} have blocks of {block}, not {_BLOCK}")
     known = ("token_head",) if what == CACHE else _STRATEGIES
     if strategy not in known:
         refused.append(f"{what} have strategy {strategy}")
@@ -253,7 +269,8 @@ def shipped_tensors(
             raise ValueError(f"it has no {name}")
         tensor = tensors[name]
         if name == "weight_scale" or name == "weight_global_scale":
-            if tensor.numel() == like.numel():
+            short, long = sorted((tuple(tensor.shape), tuple(like.shape)), key=len)
+            if long == (*short, 1) and len(short) < 2:
                 tensor = tensor.reshape(like.shape)  # [N] for [N, 1], [] for [1]
             if like.dtype.is_floating_point and like.dtype.itemsize > 1 and tensor.dtype.is_floating_point:
                 tensor = tensor.to(like.dtype)
@@ -308,7 +325,17 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Codes ``[N, width]`` int8 from `pack_codes`' int32."""
+    """Codes ``[N, width]`` int8 from `pack_codes`' int32.
+
+    Raises:
+        ValueError: when ``packed`` holds more columns or fewer.
+    """
+    columns = -(-width * bits // 32)
+    if packed.dtype != torch.int32 or packed.ndim != 2 or packed.shape[1] != columns:
+        raise ValueError(
+            f"its weight_packed is {packed.dtype} {tuple(packed.shape)}, where {torch.int32} with {columns} columns "
+            f"is needed for {width} codes in each row"
+        )
     if bits == 4:
         return unpack_int4(packed)[..., :width].contiguous()
     return (packed.contiguous().view(torch.uint8) ^ 128).view(torch.int8)[..., :width].contiguous()
