@@ -300,8 +300,9 @@ def test_a_refused_export_leaves_the_one_before(tmp_path):
 def test_a_lost_file_is_missed(tmp_path):
     scheme = QuantScheme.preset("fp8_per_channel")
     save_quantized(built(scheme), scheme, tmp_path, export_dtype=torch.bfloat16, max_shard_bytes=10_000)
-    sorted(tmp_path.glob("model*.safetensors"))[-1].unlink()
-    with pytest.raises(ValueError, match=r"more tensors that model\.safetensors\.index\.json names"):
+    last = sorted(tmp_path.glob("model*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(ValueError, match=rf"lacks {last.name}, which model\.safetensors\.index\.json names"):
         load_quantized(tmp_path)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.checkpoint import resolve_scheme
+from lqrl.quant.checkpoint_reader import holds_codes
 from lqrl.quant.compressed_format import ACTIVATIONS, CACHE
 from lqrl.quant.scheme import PRESETS
 from lqrl.testing.models import tiny_config
@@ -71,3 +72,13 @@ def test_a_model_that_another_library_quantized_is_no_start(method, tmp_path):
     path.write_text(json.dumps(content | {"quantization_config": {"quant_method": method, "load_in_4bit": True}}))
     with pytest.raises(NotImplementedError, match=f"is quantized by {method}, .*start from the full-precision model"):
         load_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("settings", ["fp8", ["fp8"], 5])
+def test_a_quantization_config_of_another_type_is_refused(settings, tmp_path):
+    saved("int8_w8a8", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    for use in (resolve_scheme, holds_codes):
+        with pytest.raises(ValueError, match=r"quantization_config of .* is .*, where an object is needed"):
+            use(tmp_path)

@@ -7,7 +7,6 @@ Codes and scales in the file are those of the training run, bit for bit. vLLM an
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lqrl.quant.checkpoint_reader import INDEX, CheckpointReader
+from lqrl.quant.checkpoint_files import replace_export, unfinished_export, write_weights
+from lqrl.quant.checkpoint_reader import CheckpointReader
 from lqrl.quant.compressed_format import (
     INSTEAD,
     checkpoint_format,
@@ -35,7 +35,6 @@ from lqrl.quant.targets import target_modules
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_WEIGHTS, _PARTS = "model.safetensors", "model-part-*.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Default size of a file of weights."""
 
@@ -57,8 +56,12 @@ def save_quantized(
     Tied weights are written once, under the embedding's name; a quantized head of a tied model unties it in the config.
     Stacked experts are written one by one, as checkpoints of Qwen3-MoE have them. What no such checkpoint can describe
     (nvfp4's activations, a cache with scales per token and head) is named in config.json for lqrl; others read the
-    checkpoint without. An earlier export in ``directory`` stays until all weights of this one are written; config.json
-    comes last, so that a directory that holds one is whole.
+    checkpoint without.
+
+    An earlier export in ``directory`` stays until all of this one is written, in a folder of its own. A process that is
+    killed until then leaves the earlier export whole, beside that folder, which nobody reads and the next export
+    removes. One that is killed while the files change places leaves no config.json, and every reader refuses the
+    directory. config.json comes last: from then on the new export is whole.
 
     Args:
         model: the learner's, prepared or plain.
@@ -71,23 +74,12 @@ def save_quantized(
         ValueError: see `check_exportable`, and `export_weights` for weights that are not finite.
     """
     config = checkpoint_config(model, scheme, export_dtype)
-    target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    for left in target.glob(_PARTS):  # by an export that was cut off
-        left.unlink()
-    try:
-        files, size = _write(_stored(model, scheme, export_dtype), target, max_shard_bytes)
-    except BaseException:
-        for part in target.glob(_PARTS):
-            part.unlink()
-        raise
-    for old in [target / "config.json", *target.glob("model*.safetensors"), target / INDEX]:
-        if not old.match(_PARTS):
-            old.unlink(missing_ok=True)
-    _name(files, size, target)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(target)
-    config.save_pretrained(target)
+    with unfinished_export(Path(directory)) as folder:
+        write_weights(_stored(model, scheme, export_dtype), folder, max_shard_bytes)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        config.save_pretrained(folder)
+        replace_export(Path(directory), folder)
 
 
 def checkpoint_config(model: PreTrainedModel, scheme: QuantScheme, export_dtype: torch.dtype) -> PretrainedConfig:
@@ -174,48 +166,6 @@ def _stored(model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> Iterat
         yield name, tensor.clone() if stack_of(name.rpartition(".")[0]) else tensor
 
 
-def _write(tensors: Iterator[tuple[str, Tensor]], directory: Path, limit: int) -> tuple[list[list[str]], int]:
-    """The names in each part that was written, and bytes of all; holds one part's tensors in memory."""
-    from safetensors.torch import save_file
-
-    files: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def close() -> None:
-        nonlocal size
-        save_file(shard, directory / _part(len(files)), metadata={"format": "pt"})
-        files.append(list(shard))
-        shard.clear()
-        size = 0
-
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            close()
-        shard[name] = tensor.detach().to("cpu").contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    close()
-    return files, total
-
-
-def _name(files: list[list[str]], total: int, directory: Path) -> None:
-    """Give the parts their names: one file, or several and an index."""
-    if len(files) == 1:
-        (directory / _part(0)).rename(directory / _WEIGHTS)
-        return
-    weight_map = {}
-    for number, names in enumerate(files):
-        final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / _part(number)).rename(directory / final)
-        weight_map.update(dict.fromkeys(names, final))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _part(number: int) -> str:
-    return f"model-part-{number:05d}.safetensors"
-
-
 # ------------------------------------------------------------------------------------------------- reading
 
 
@@ -226,8 +176,8 @@ def resolve_scheme(directory: str | Path) -> QuantScheme:
     name. int3 comes back as int4, which holds the same codes.
 
     Raises:
-        ValueError: listing what cannot be computed here, or when the tensors do not fit the model.
-        FileNotFoundError: without weights.
+        ValueError: listing what cannot be computed here, or when files are missing or broken, or the tensors do not
+            fit the model.
     """
     with CheckpointReader(directory) as checkpoint:
         return checkpoint.scheme
@@ -250,7 +200,8 @@ def load_quantized(
         The scheme, and an iterator for `update_weights` that reads as it goes.
 
     Raises:
-        ValueError: see `resolve_scheme`; also from the iterator, when a layer's tensors do not fit.
+        ValueError: see `resolve_scheme`; also from the iterator, when a layer's tensors do not fit or a cache's scale
+            is not one positive finite number.
     """
     scheme = resolve_scheme(directory)
 
@@ -258,6 +209,7 @@ def load_quantized(
         with CheckpointReader(directory) as checkpoint:
             wanted = dtype or checkpoint.dtype
             yield from checkpoint.plain(wanted)
+            yield from checkpoint.cache_scales().items()
             for layer in checkpoint.layers:
                 for name, tensor in checkpoint.shipped(layer, wanted).items():
                     yield f"{layer}.{name}", tensor
@@ -275,9 +227,7 @@ def load_dequantized(directory: str | Path, *, dtype: torch.dtype) -> Iterator[t
         ValueError: see `load_quantized`.
     """
     with CheckpointReader(directory) as checkpoint:
-        for name, tensor in checkpoint.plain(dtype):
-            if name.rpartition(".")[2] not in SCALE_NAMES:  # no weights: `load_cache_scales_`
-                yield name, tensor
+        yield from checkpoint.plain(dtype)  # scales of a cache are no weights: `load_cache_scales_`
         for layer in checkpoint.layers:
             for name, tensor in checkpoint.dequantized(layer, dtype):
                 yield f"{layer}.{name}", tensor
@@ -296,14 +246,13 @@ def load_cache_scales_(model: nn.Module, directory: str | Path) -> bool:
     Raises:
         ValueError: naming a scale that is not one positive finite number.
     """
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in SCALE_NAMES}
+    if not buffers:
+        return False
     with CheckpointReader(directory) as checkpoint:
         saved = checkpoint.cache_scales()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in SCALE_NAMES}
-    if not buffers or not saved.keys() >= buffers.keys():
+    if not saved.keys() >= buffers.keys():
         return False
     for name, buffer in buffers.items():
-        scale = saved[name]
-        if scale.numel() != 1 or not 0 < float(scale) < torch.inf:
-            raise ValueError(f"{name} in {directory} is {scale.tolist()}, not one positive finite scale of a layer")
-        buffer.copy_(scale)
+        buffer.copy_(saved[name])
     return True

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lqrl.quant.checkpoint_files import AGAIN, CONFIG, INDEX, read_object, weight_files
 from lqrl.quant.compressed_format import (
     ACTIVATIONS,
     CACHE,
@@ -30,15 +30,18 @@ from lqrl.quant.targets import target_modules
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-INDEX = "model.safetensors.index.json"
 _SCALE = ".weight_scale"
 _CODES = frozenset({torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn})
 
 
 def holds_codes(directory: str | Path) -> bool:
-    """Whether ``directory`` is a compressed-tensors checkpoint, by its config.json; false where there is none."""
-    path = Path(directory) / "config.json"
-    return path.is_file() and (_config(directory).get("quantization_config") or {}).get("quant_method") == METHOD
+    """Whether ``directory`` is a compressed-tensors checkpoint, by its config.json; false where there is none.
+
+    Raises:
+        ValueError: when config.json is broken.
+    """
+    path = Path(directory) / CONFIG
+    return path.is_file() and (_config(directory)["quantization_config"] or {}).get("quant_method") == METHOD
 
 
 def full_precision_config(directory: str | Path) -> PretrainedConfig:
@@ -52,7 +55,11 @@ def full_precision_config(directory: str | Path) -> PretrainedConfig:
 
 
 def _config(directory: str | Path) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")))
+    config = read_object(Path(directory) / CONFIG)
+    settings = config.setdefault("quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"quantization_config of {directory} is {settings!r}, where an object is needed; {AGAIN}")
+    return config
 
 
 class CheckpointReader:
@@ -90,17 +97,10 @@ class CheckpointReader:
         self._open.close()
 
     def _read(self) -> None:
-        from safetensors import safe_open
         from transformers import AutoModelForCausalLM
 
-        paths = sorted(self.directory.glob("model*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{self.directory} holds no model*.safetensors")
-        for path in paths:
-            file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._files[path.name] = file
-            self._file_of.update(dict.fromkeys(file.keys(), path.name))
-        self._check_index()
+        self._config = _config(self.directory)
+        self._open_files()
         for name in self._file_of:
             prefix, _, last = name.rpartition(".")
             self._tensors_of.setdefault(prefix, {})[last] = name
@@ -114,21 +114,30 @@ class CheckpointReader:
         self.scheme = self._scheme()
         self.method: LinearMethod = linear_method(self.scheme)
 
-    def _check_index(self) -> None:
-        index = self.directory / INDEX
-        if index.is_file():
-            lost = sorted(json.loads(index.read_text(encoding="utf-8"))["weight_map"].keys() - self._file_of.keys())
-            if lost:
+    def _open_files(self) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        names, indexed = weight_files(self.directory)
+        for name in names:
+            try:
+                file = self._open.enter_context(safe_open(self.directory / name, framework="pt"))
+            except SafetensorError as error:
                 raise ValueError(
-                    f"{self.directory} lacks {lost[0]} and {len(lost) - 1} more tensors that {INDEX} names: a file is "
-                    "missing or was cut; copy or export it again"
-                )
+                    f"{self.directory / name} is broken ({error}), it may have been cut; {AGAIN}"
+                ) from error
+            self._files[name] = file
+            held = dict.fromkeys(file.keys(), name)
+            self._file_of.update({tensor: own for tensor, own in held.items() if indexed.get(tensor, own) == own})
+        lost = sorted(indexed.keys() - self._file_of.keys())
+        if lost:
+            raise ValueError(
+                f"{self.directory} lacks {lost[0]} and {len(lost) - 1} more tensors that {INDEX} names; {AGAIN}"
+            )
 
     def _scheme(self) -> QuantScheme:
-        config = _config(self.directory)
         try:
-            scheme = parse_quantization_config(config.get("quantization_config") or {}, METHOD)
-            scheme = with_unwritten(scheme, config)
+            scheme = parse_quantization_config(self._config["quantization_config"] or {}, METHOD)
+            scheme = with_unwritten(scheme, self._config)
             linear_method(scheme)
             kv_method(scheme)
         except ValueError as error:
@@ -155,7 +164,7 @@ class CheckpointReader:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What is not quantized, in ``dtype`` but for scales and integers; tied weights come once.
+        """What is not quantized, in ``dtype`` but for integers; tied weights come once, scales of a cache do not.
 
         Raises:
             ValueError: when an expert lacks a tensor, a layer holds codes without their scale, or a tied weight comes
@@ -167,7 +176,7 @@ class CheckpointReader:
         for name in self._file_of:
             prefix, _, last = name.rpartition(".")
             stack = stack_of(prefix)
-            if (stack or prefix) in quantized and last != "bias":
+            if last in SCALE_NAMES or ((stack or prefix) in quantized and last != "bias"):
                 continue
             if name in tied:
                 self._check_tied(name)
@@ -178,7 +187,7 @@ class CheckpointReader:
             tensor = self._tensor(name)
             if tensor.dtype in _CODES and last.startswith("weight"):
                 raise ValueError(f"{name} in {self.directory} holds codes, but {prefix}{_SCALE} is missing")
-            yield name, tensor.to(dtype) if tensor.is_floating_point() and last not in SCALE_NAMES else tensor
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
         for stack in sorted(stacks):
             experts = [
                 {child: {"weight": self._expert_weight(f"{stack}.{e}.{child}").to(dtype)} for child in CHILDREN}
@@ -205,9 +214,21 @@ class CheckpointReader:
         return len(self.model.get_submodule(stack).get_parameter(PROJECTIONS[0]))
 
     def cache_scales(self) -> dict[str, Tensor]:
-        """Calibrated scales of a key/value cache, by name, fp32 ``[1]``."""
-        names = [name for name in self._file_of if name.rpartition(".")[2] in SCALE_NAMES]
-        return {name: self._tensor(name).float().reshape(-1) for name in names}
+        """Calibrated scales of a key/value cache, by name, fp32 ``[1]``.
+
+        Raises:
+            ValueError: naming a scale that is not one positive finite number.
+        """
+        scales: dict[str, Tensor] = {}
+        for name in self._file_of:
+            if name.rpartition(".")[2] in SCALE_NAMES:
+                scale = self._tensor(name).float().reshape(-1)
+                if scale.numel() != 1 or not 0 < float(scale) < torch.inf:
+                    raise ValueError(
+                        f"{name} in {self.directory} is {scale.tolist()}, not one positive finite scale of a layer"
+                    )
+                scales[name] = scale
+        return scales
 
     def shipped(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a quantized layer as an engine is sent them, by last names.
