@@ -66,6 +66,21 @@ def test_a_model_that_meets_every_tile_is_exact(scheme: str, dtype: torch.dtype)
 
 @pytest.mark.gpu
 @needs_triton
+@pytest.mark.parametrize("scheme", ["none", "fp8_per_channel+lm_head", "int4_w4a16"])
+def test_wide_layers_and_a_large_vocabulary_are_exact(scheme: str):
+    """The tiles of 129 to 256 rows for 16384 and 65536 outputs; more rows than a packed weight is read for."""
+    config = Qwen3Config(
+        vocab_size=66000, hidden_size=512, intermediate_size=8448, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    case = both(config, scheme, torch.bfloat16, max_num_seqs=256, device="cuda", positions=256)
+    assert isinstance(case.engine.decoder.lean, FusedDecoder)
+    asked, params = prompts(40, 100, 66000), SamplingParams(n=6, max_tokens=20)
+    assert compared(case, asked, params, rows=64) == (40 * 6 * 20, 0)
+
+
+@pytest.mark.gpu
+@needs_triton
 @pytest.mark.parametrize("scheme", ["none", "int8_w8a8+kv_int8"])
 def test_long_contexts_are_exact_however_many_programs_read_them(scheme: str):
     """Contexts of up to three parts: a few sequences are split between programs, many are not."""
