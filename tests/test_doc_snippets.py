@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from less import LESS
+from lqrl.callbacks import SamplerFeedback
 from lqrl.cli import run
 
 ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 EXPORT = Path("runs/quickstart/version_0/hf-int8_w8a8")
 
 
@@ -42,11 +43,19 @@ def exported(tmp_path_factory) -> Path:
     return folder
 
 
-def test_an_engine_serves_the_low_bit_export_as_the_guide_says(exported, monkeypatch, capsys):
-    assert (exported / EXPORT / "config.json").is_file()
-    monkeypatch.chdir(exported)
+@pytest.mark.parametrize("cache", ["", "+kv_int8", "+kv_fp8_static"])
+def test_an_engine_serves_the_low_bit_export_as_the_guide_says(exported, tmp_path, monkeypatch, capsys, cache):
+    folder, code = exported, block("formats", "python", "load_quantized")
+    if cache:
+        folder, code = tmp_path, code.replace(EXPORT.name, f"{EXPORT.name}{cache}")
+        monkeypatch.chdir(folder)
+        words = ["--trainer.callbacks+=lqrl.callbacks.HFExport", "--trainer.callbacks.quantized=true"]
+        run(["fit", "--config", QUICKSTART, *words, f"--model.init_args.scheme=int8_w8a8{cache}", *LESS])
+    assert (folder / EXPORT.with_name(f"{EXPORT.name}{cache}") / "config.json").is_file()
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
     scope: dict[str, object] = {}
-    exec(block("formats", "python", "load_quantized"), scope)
+    exec(code, scope)
     lines = [line for line in capsys.readouterr().out.splitlines() if "differs by" in line]
     assert len(lines) == 4
     assert all(float(re.search(r"differs by (\S+) at most", line)[1]) < 1e-5 for line in lines)
@@ -55,13 +64,18 @@ def test_an_engine_serves_the_low_bit_export_as_the_guide_says(exported, monkeyp
 
 
 def test_the_callback_of_the_formats_guide_exports_codes(exported, tmp_path, monkeypatch):
-    (callback,) = yaml.safe_load(block("formats", "yaml", "quantized: true"))["trainer"]["callbacks"]
-    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
-    callbacks = config["trainer"]["callbacks"]
-    (place,) = [i for i, c in enumerate(callbacks) if c["class_path"] == callback["class_path"]]
-    callbacks[place] = callback
-    (tmp_path / "low_bit.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (tmp_path / "low_bit.yaml").write_text(block("formats", "yaml", "quantized: true"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    run(["fit", "--config", "low_bit.yaml", *LESS])
+    cli = run(["fit", "--config", QUICKSTART, "--config", "low_bit.yaml", *LESS])
     names = {path.name for path in EXPORT.iterdir()}
     assert names == {path.name for path in (exported / EXPORT).iterdir()} >= {"config.json", "model.safetensors"}
+    assert any(isinstance(callback, SamplerFeedback) for callback in cli.trainer.callbacks)  # the recipe's others stay
+
+
+def test_the_noise_of_the_formats_guide_runs_as_a_second_file(tmp_path, monkeypatch):
+    (tmp_path / "noise.yaml").write_text(block("formats", "yaml", "RolloutNoise"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="total_iterations is 300 and the run ends after 1 iterations"):
+        cli = run(["fit", "--config", QUICKSTART, "--config", "noise.yaml", *LESS])
+    assert float(cli.trainer.callback_metrics["refresh/noise_sigma"]) == 0  # of the first stage
+    assert (tmp_path / "runs/quickstart/version_0/hf/model.safetensors").is_file()

@@ -15,7 +15,7 @@ from lqrl.learner.checkpoint import check_checkpoint, learner_state, restore_lea
 from lqrl.learner.frozen import without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
-from lqrl.learner.options import check_precision
+from lqrl.learner.options import check_data, check_precision
 from lqrl.learner.refresh import refresh_engines, refresh_metrics
 from lqrl.learner.update import sum_ratios
 from lqrl.rollouts import rollout_metrics
@@ -48,7 +48,7 @@ def fit(
         The trained module.
 
     Raises:
-        ValueError: when Fabric would change the precision of the forward pass.
+        ValueError: when Fabric would change the forward pass's precision, or minibatches outnumber rows.
     """
     _prepare(fabric, module, data)
     forward, optimizer = fabric.setup(module, module.optimizer(module.trained_parameters()))
@@ -56,7 +56,7 @@ def fit(
     scheduler: Any = None if module.lr_scheduler is None else module.lr_scheduler(optimizer)
     if checkpoint is not None and Path(checkpoint).exists():
         _load(fabric, Path(checkpoint), module, data, optimizer, scheduler)
-    refresh_engines(module, stages)
+    _ship_first(module, stages, iterations)
     while module.iteration < iterations:
         for batch in data.train_dataloader():
             rollouts = module.collect(batch.prompts)
@@ -92,8 +92,15 @@ def _prepare(fabric: L.Fabric, module: PolicyModule, data: PromptDataModule) -> 
         raise ValueError("fabric.fit never validates: set validate_full_precision=False, or call the engines yourself")
     module.configure_model()
     data.setup("fit")
+    check_data(module, data)
     module.beliefs, module.draw_more = data.beliefs, data.refill if module.refill is not None else None
     module.calibration_prompts = data.first_prompts(CALIBRATION_PROMPTS)
+
+
+def _ship_first(module: PolicyModule, stages: Sequence[WeightStage], iterations: int) -> None:
+    for stage in stages:
+        stage.begin(iterations)
+    refresh_engines(module, stages)
 
 
 def _state(module: PolicyModule, data: PromptDataModule, optimizer: Any, scheduler: Any) -> dict[str, Any]:

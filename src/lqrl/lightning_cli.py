@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 
-from lqrl.callbacks import HFExport, InterruptCheckpoint
+from lqrl.callbacks import HFExport, InterruptCheckpoint, SignalWatch
 from lqrl.callbacks.run_config import RunConfig
 from lqrl.callbacks.run_folder import absent_folders, keeps_files, remove_empty, run_folder
 from lqrl.data import PromptDataModule
@@ -162,7 +162,7 @@ def _of_command(config: Any) -> Any:
 
 def run(args: ArgsType = None) -> LightningCLI:
     """Run one command; ``args`` replaces the command line (a list of words or a dict)."""
-    defaults: dict[str, Any] = {"callbacks": [InterruptCheckpoint()], "default_root_dir": ROOT_DIR}
+    defaults: dict[str, Any] = {"callbacks": [SignalWatch(), InterruptCheckpoint()], "default_root_dir": ROOT_DIR}
     return LqrlCLI(
         PolicyModule,
         PromptDataModule,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)"(?: element \d+)?:\s*(?P<rest>.*)')
 _CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s*(?P<rest>.*)")
@@ -26,6 +27,19 @@ _FRAME = (
 _UNKNOWN = re.compile(r"Option '(?P<name>[^']+)' is not accepted")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: --(?P<name>[^\s=]+)")
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.*)")
+_NO_ATTRIBUTE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
+_EXPECTED = re.compile(
+    r"Expected an? (?P<kind><class '[\w.]+'>|typing\.Literal\[.*?\])(?:\. Got value: (?P<value>.*))?"
+)
+_KINDS = {
+    "bool": "true or false",
+    "int": "a whole number (int)",
+    "float": "a number (float)",
+    "str": "text",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "collections.abc.Sequence": "a list, such as [a, b]",
+}
 _OTHER_KIND = re.compile(r"Expected an? |Subclasses are disabled |Not a valid subclass |Expected a Named")
 
 
@@ -60,7 +74,23 @@ def causes(message: str) -> list[Cause]:
         return [Cause("", message.strip())]
     found = list(dict.fromkeys(_innermost(message)))
     certain = [cause for cause in found if not _OTHER_KIND.match(cause.sentence)]
-    return certain or found or [Cause("", message.strip())]
+    # A part of a value was refused: that the whole is of no other kind does not matter.
+    inner = [cause for cause in found if not any(c.option.startswith(f"{cause.option}.") for c in found)]
+    chosen = certain or inner or [Cause("", message.strip())]
+    return [replace(cause, sentence=_plain(cause.sentence)) for cause in chosen]
+
+
+def _plain(text: str) -> str:
+    """An expected type in the words of a recipe; what is no such sentence stays as it is."""
+    found = _EXPECTED.fullmatch(text)
+    if found is None:
+        return text
+    if found["kind"].startswith("typing"):
+        words = [str(word) for word in ast.literal_eval(found["kind"].removeprefix("typing.Literal"))]
+        kind = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    else:
+        kind = _KINDS.get(found["kind"].removeprefix("<class '").removesuffix("'>"), found["kind"])
+    return f"must be {kind}" + (f", got {found['value']}" if found["value"] is not None else "")
 
 
 def _innermost(message: str) -> Iterator[Cause]:
@@ -102,12 +132,14 @@ def explain(message: str, command: str, options: Sequence[str], words: Sequence[
 def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[str]) -> str:
     owner = _import(cause.class_path)
     unknown, unrecognized = _UNKNOWN.search(cause.sentence), _UNRECOGNIZED.search(cause.sentence)
-    required = _REQUIRED.search(cause.sentence)
+    required, no_attribute = _REQUIRED.search(cause.sentence), _NO_ATTRIBUTE.search(cause.sentence)
     more = ""
     if unknown and owner is not None:
         more = _closest(unknown["name"], list(inspect.signature(owner).parameters))
     elif unrecognized:
         more = _closest(f"--{unrecognized['name']}", options)
+    elif no_attribute:
+        more = _closest(no_attribute["name"], _public_names(no_attribute["module"]))
     elif required and cause.option:
         more = "; set " + " and ".join(f"--{cause.option}.{name}" for name in required["names"].split(", "))
     elif cause.sentence.endswith("expected one argument"):
@@ -120,6 +152,13 @@ def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[
 def _closest(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _public_names(module: str) -> list[str]:
+    try:
+        return [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+    except ImportError:
+        return []
 
 
 def _import(class_path: str) -> type | None:

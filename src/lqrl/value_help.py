@@ -37,11 +37,16 @@ def value_help(words: Sequence[str], roots: Mapping[str, type]) -> str | None:
 
 def _describe(kind: type, option: str) -> str:
     lines = [f"{option}: {kind.__module__}.{kind.__qualname__}", "", inspect.getdoc(kind) or "", "", "Options:"]
+    return "\n".join([*lines, *_options(kind, option), *(_presets(option) if kind is QuantScheme else [])])
+
+
+def _options(kind: type, option: str) -> list[str]:
+    lines = []
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         set_by = "required" if default is dataclasses.MISSING else f"default {default!r}"
         lines.append(f"  {option}.{field.name} ({field.type}, {set_by})")
-    return "\n".join([*lines, *(_presets(option) if kind is QuantScheme else [])])
+    return lines
 
 
 def _presets(option: str) -> list[str]:
@@ -58,7 +63,8 @@ def _presets(option: str) -> list[str]:
         "A preset with options:",
         f"""  {option}.name nf4 {option}.skip '["*.down_proj"]'""",
         "",
-        f"A format, as {option}.weight.dtype and so on:",
+        f"A format spelled out, of {option}.weight, activation and kv_cache alike:",
+        *_options(TensorFormat, f"{option}.weight"),
         "",
         inspect.getdoc(TensorFormat) or "",
     ]

@@ -126,13 +126,29 @@ def test_the_last_lines_say_before_and_after_only_when_there_were_two_validation
     ("option", "parts"),
     [
         ("--model.scheme=int7", ["unknown quantization scheme 'int7'", "int8_w8a8"]),
+        ("--model.scheme=int8_w8a9", ["'int8_w8a9' (did you mean int8_w8a8?)", "+lm_head", "+kv_int8"]),
+        ("--model.scheme=int4_w4a16", ["q_proj has 64 inputs", "down_proj has 160 inputs", "; take int4_w4a16_g32"]),
+        ("--model.max_grad_norm=-1", ["max_grad_norm must be above 0, got -1", "null does not clip"]),
+        ("--model.max_grad_norm=0", ["max_grad_norm must be above 0, got 0"]),
+        ("--model.max_staleness=-1", ["max_staleness must be at least 0, got -1"]),
+        ("--model.token_budget=-5", ["token_budget must be at least 1, got -5"]),
+        ("--model.num_minibatches=65", ["num_minibatches is 65, but an iteration has 64 rows", "set it to 64 at most"]),
+        ("--model.aligned=maybe", ["model.aligned: must be true or false, got maybe"]),
+        ("--model.backward=none", ["model.backward: must be high_precision or dequantized, got none"]),
+        ("--model.engine.sleep_level=3", ["model.engine.sleep_level: must be 0 or 1, got 3"]),
+        ("--model.sampling.stop_token_ids=3", ["sampling.stop_token_ids: must be a list, such as [a, b], got 3"]),
+        ("--trainer.callbacks=lqrl.callbacks.HFExprt", ["no attribute 'HFExprt'; did you mean HFExport?"]),
+        (
+            "--trainer.callbacks=lqrl.callbacks.EngineRefresh",
+            ["VADESampler learns", "add lqrl.callbacks.SamplerFeedback"],
+        ),
         ("--model.val_samples=abc", ["model.val_samples", "int", "abc", "--model.help lqrl.learner.PolicyModule"]),
         ("--model.max_grad_nrom=1", ["'max_grad_nrom' is not accepted", "did you mean max_grad_norm?"]),
         ("--trainer.maxepochs=1", ["--trainer.maxepochs", "did you mean --trainer.max_epochs?"]),
         ("--model.loss=lqrl.algorithms.PPOLoss", ["model.loss", "no attribute 'PPOLoss'"]),
         ("--model=nowhere.Module", ["No module named 'nowhere'"]),
         ("--config=missing.yaml", ["File does not exist", "missing.yaml"]),
-        ("--data.train.rows.split=test", ["data.train.rows.split", "'validation'"]),
+        ("--data.train.rows.split=test", ["data.train.rows.split: must be train or validation, got test"]),
         ("--data.train.max_prompt_tokens=0", ["PromptSource.max_prompt_tokens must be at least 1, got 0"]),
         ("--model.lora.r=0", ["Lora: r and alpha must be positive"]),
         ("--model.loss=lqrl.algorithms.GSPOLoss", ["ACR widens", "acr: false"]),
@@ -150,6 +166,19 @@ def test_the_last_line_of_an_error_says_what_is_wrong_without_a_dump(lqrl, optio
     assert "[--trainer" not in done.err
 
 
+def test_what_was_refused_inside_a_value_is_the_only_error(lqrl):
+    done = lqrl("fit", "--model.scheme.name=nf4", "--model.scheme.skip=abc")
+    errors = done.err[done.err.index("error:") :].strip().splitlines()
+    assert len(errors) == 1
+    assert "model.scheme.skip: must be a list, such as [a, b], got abc" in errors[0]
+
+
+def test_a_run_that_learned_nothing_says_so_at_its_end(lqrl):
+    one_token = ["--model.sampling.max_tokens=1", "--trainer.limit_val_batches=0"]  # no answer has only one
+    with pytest.warns(UserWarning, match=r"nothing was learned: none of the 2 iterations .* \(train/rows 0\)"):
+        assert not lqrl("fit", *one_token).failed
+
+
 def test_a_word_without_its_value_is_named(lqrl):
     assert "after --model.val_samples" in lqrl("fit", "--model.val_samples").last
 
@@ -159,6 +188,10 @@ def test_a_word_without_its_value_is_named(lqrl):
     [
         ("--model.scheme.help", ["int4_w4a16_g32", "+kv_fp8", "scheme.skip"]),
         ("--model.init_args.scheme.help=nf4", ["nf4 per group64", "scheme.weight"]),
+        (
+            "--model.scheme.help",
+            ["scheme.weight.dtype (Literal['int8', 'int4'", "'block'], required", "'e8m0'], default"],
+        ),
         ("--model.sampling.help", ["sampling.max_tokens (int, default 16)"]),
         ("--model.lora.help", ["lora.r (int, default 16)", "refresh"]),
         ("--data.train.help", ["train.answer_field", "train.rows (RowSource, required)"]),
@@ -235,7 +268,7 @@ def test_options_that_switch_callbacks_off_do(lqrl):
     ("options", "iterations"),
     [
         (["--trainer.max_steps=1"], 1),
-        (["--trainer.limit_train_batches=1"], 1),
+        (["--trainer.limit_train_batches=0.5"], 1),  # a whole number may be read as a fraction after many parses
         (["--trainer.max_steps=2", "--model.init_args.num_minibatches=2"], 1),  # it counts optimizer steps
     ],
 )

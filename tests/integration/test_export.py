@@ -10,10 +10,11 @@ import pytest
 import torch
 from runs import DEVICE, make_data, make_module, make_trainer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lqrl.callbacks import EngineRefresh, HFExport, SamplerFeedback
 from lqrl.callbacks.hf_export import export, export_quantized
+from lqrl.data import Uniform
 from lqrl.learner.refresh import refresh_engines
 from lqrl.modeling.sources import load_tokenizer
 from lqrl.quant import UpdateAwareScaling
@@ -126,8 +127,33 @@ def test_a_scheme_that_cannot_be_exported_is_refused_before_training(tmp_path):
     module = make_module(scheme="none")
     trainer = make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), HFExport(quantized=True)])
     with pytest.raises(ValueError, match="quantizes no weights"):
-        trainer.fit(module, make_data())
+        trainer.fit(module, make_data(sampler=Uniform()))
     assert module.iteration == 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_block", "fp8_per_channel"])
+def test_an_export_that_transformers_cannot_run_is_named_before_training(tmp_path, scheme):
+    """Its inputs of 64 are no whole group of 128 activations."""
+    module, export = make_module(scheme=scheme), HFExport(str(tmp_path / "hf"), quantized=True)
+    trainer = make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), export], limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_data(sampler=Uniform(), iterations_per_epoch=1))
+    said = [str(w.message) for w in warned if "HFExport" in str(w.message)]
+    tokens = torch.arange(3, 9)[None]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{scheme}")
+    if scheme == "fp8_per_channel":
+        assert not said
+        assert bool(torch.isfinite(model(tokens).logits).all())
+        return
+    (message,) = said
+    assert "q_proj (64 inputs) and 13 other layers" in message
+    assert "CompressedTensorsConfig(dequantize=True)" in message
+    with pytest.raises(RuntimeError, match="unflatten"):
+        model(tokens)
+    plain = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{scheme}", quantization_config=plain)
+    assert bool(torch.isfinite(model(tokens).logits).all())
 
 
 def test_a_model_with_folded_transforms_is_not_folded_again(tmp_path):

@@ -100,8 +100,24 @@ def test_staleness_is_allowed_when_asked_for(tmp_path):
 
 
 def test_a_forgotten_sampler_feedback_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match=r"add lqrl\.callbacks\.SamplerFeedback"):
-        run(tmp_path, callbacks=[EngineRefresh()])
+    module, trainer = make_module(), make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh()])
+    with pytest.raises(ValueError, match=r"sampler: VADESampler .* add lqrl\.callbacks\.SamplerFeedback"):
+        trainer.fit(module, make_data())
+    assert "engine" not in vars(module)  # before anything is paid for
+
+
+def test_a_second_refresh_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="has EngineRefresh 2 times, and the stages of all but the first would have no"
+    ):
+        run(tmp_path, callbacks=[EngineRefresh(), SamplerFeedback(), EngineRefresh()])
+
+
+def test_a_promise_of_feedback_ends_with_its_trainer(tmp_path):
+    data = make_data(iterations_per_epoch=1)
+    make_trainer(tmp_path, epochs=1, limit_val_batches=0).fit(make_module(), data)
+    with pytest.raises(ValueError, match=r"add lqrl\.callbacks\.SamplerFeedback"):
+        run(tmp_path, callbacks=[EngineRefresh()], data=data)
 
 
 def test_a_group_of_one_has_no_baseline(tmp_path):

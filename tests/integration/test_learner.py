@@ -206,6 +206,12 @@ def test_the_fabric_loop_refuses_what_would_part_learner_and_engine(precision):
         fabric_fit(fabric, make_module(), make_data(), iterations=1)
 
 
+def test_the_fabric_loop_refuses_more_minibatches_than_rows():
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match=r"num_minibatches is 33, but an iteration has 32 rows on a rank"):
+        fabric_fit(fabric, make_module(num_minibatches=33), make_data(), iterations=1)
+
+
 def test_the_fabric_loop_resumes_exactly(tmp_path):
     whole = fabric_fit(L.Fabric(accelerator=ACCELERATOR, devices=1), make_module(), make_data(), iterations=5)
     path = tmp_path / "state.ckpt"

@@ -46,7 +46,7 @@ def test_two_iterations_with_noise_train_the_adapters_alone(tmp_path, refresh, d
     """Noise falls in stages of policy versions: 0 without, then 1e-2."""
     before = make_module(lora=LORA)
     before.configure_model()
-    noise = RolloutNoise(total_iterations=3, stages=3, sigma_start=1e-2, sigma_end=1e-2)
+    noise = RolloutNoise(total_iterations=2, stages=3, sigma_start=1e-2, sigma_end=1e-2)
     module, trainer = run(tmp_path, lora=replace(LORA, refresh=refresh), dtype=dtype, stages=[noise])
     assert module.policy_version == module.engine.policy_version == 2
     assert trainer.callback_metrics["refresh/noise_sigma"] == pytest.approx(1e-2)

@@ -17,6 +17,8 @@ from lqrl.learner import PolicyModule
 from lqrl.rollouts import Rollouts
 from lqrl.types import TrainBatch
 
+# What is tested here of the CPU is that nothing changes.
+pytestmark = pytest.mark.filterwarnings("ignore:OptimizerOffload. the policy trains on the CPU")
 SLEEPY = TorchEngineFactory(max_num_seqs=32, sleep_level=1)
 
 
@@ -98,6 +100,14 @@ def test_an_engine_that_sleeps_is_woken_for_rollouts(tmp_path: Path) -> None:
     assert data.train_prompts is not None
     rollouts = module.collect([data.train_prompts[i] for i in range(2)])
     assert rollouts.generated_tokens > 0
+
+
+@pytest.mark.skipif(ACCELERATOR != "cpu", reason="is about the CPU")
+def test_on_the_cpu_it_says_that_nothing_has_to_move(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, epochs=1, callbacks=[OptimizerOffload(), EngineRefresh(), SamplerFeedback()])
+    with pytest.warns(UserWarning, match="is in main memory already") as warned:
+        trainer.fit(make_module(), make_data())
+    assert len([w for w in warned if "OptimizerOffload" in str(w.message)]) == 1
 
 
 def test_a_run_that_fails_leaves_a_state_that_can_be_saved(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_a_run_is_accounted_for(tmp_path: Path):
 
 def test_a_run_that_fails_leaves_no_clock_behind(tmp_path: Path):
     with pytest.raises(RuntimeError, match="enough"):
-        make_trainer(tmp_path, epochs=1, callbacks=[EngineRefresh(), PhaseTimer(), Read(stop_at=1)]).fit(
-            make_module(), make_data()
-        )
+        make_trainer(
+            tmp_path, epochs=1, callbacks=[EngineRefresh(), SamplerFeedback(), PhaseTimer(), Read(stop_at=1)]
+        ).fit(make_module(), make_data())
     assert not phases._running
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,33 @@ def test_a_run_logs_sigma_and_keeps_noise_from_the_full_precision_engine(recipe:
     )
     assert torch.equal(full, learner)
     assert 0 < float((rollout - learner).abs().max()) < 6e-4
+
+
+@pytest.mark.parametrize(
+    ("iterations", "total", "says"),
+    [
+        (3, 300, "after 3 iterations, in stage 1 of 10 with sigma 0: its rollouts never get noise; set .* to 3"),
+        (50, 100, "after 50 iterations, in stage 5 of 10 with sigma 0.00177828; set total_iterations to 50"),
+        (100, 100, None),
+        (200, 100, None),
+        (math.inf, 100, None),
+    ],
+)
+def test_a_run_that_ends_before_its_noise_does_is_warned_about(iterations: float, total: int, says: str | None) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        RolloutNoise(total_iterations=total).begin(iterations)
+    assert len(warned) == (says is not None)
+    if says is not None:
+        assert re.search(says, str(warned[0].message))
+
+
+@pytest.mark.parametrize("options", [["--trainer.max_epochs=1"], ["--trainer.max_epochs=-1", "--trainer.max_steps=3"]])
+def test_the_run_tells_the_noise_how_long_it_is(recipe: Path, monkeypatch, options: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lqrl"])
+    config = yaml.safe_load(recipe.read_text())
+    config["trainer"]["callbacks"][0]["init_args"]["stages"][0]["init_args"]["total_iterations"] = 300
+    recipe.write_text(yaml.safe_dump(config))
+    with pytest.warns(UserWarning, match=r"total_iterations is 300 and the run ends after 3 iterations") as warned:
+        run(["fit", "--config", str(recipe), *options])
+    assert len([w for w in warned if "RolloutNoise" in str(w.message)]) == 1

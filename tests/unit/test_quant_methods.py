@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -243,6 +245,30 @@ def test_a_width_that_the_format_cannot_hold_is_named_before_anything_is_swapped
     with pytest.raises(ValueError, match=r"q_proj has 64 inputs, which scheme 'int4_w4a16' cannot hold: .*skip: \["):
         prepare_(policy, QuantScheme.preset("int4_w4a16"), export_dtype=torch.float32)
     assert not any(isinstance(m, AlignedLinear) for m in policy.modules())
+
+
+def linears(**widths: int) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(width, 8) for name, width in widths.items()})
+
+
+def test_all_layers_that_a_format_cannot_hold_are_named_at_once():
+    model = nn.ModuleDict({"block": linears(q_proj=128, o_proj=64, down_proj=160)})
+    expected = r"block\.o_proj has 64 inputs, block\.down_proj has 160 inputs, which .*; take int4_w4a16_g32, or leave"
+    with pytest.raises(ValueError, match=expected) as error:
+        prepare_(model, QuantScheme.preset("int4_w4a16"), export_dtype=torch.float32)
+    skip = json.loads(re.findall(r"skip: (\[.*?\])\}", str(error.value))[0])
+    scheme = QuantScheme("int4_w4a16", skip=tuple(skip))
+    assert prepare_(model, scheme, export_dtype=torch.float32) == ["block.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("width", "fix"), [(160, "take int4_w4a16_g32"), (48, "take a preset without groups, such as int8_w8a8")]
+)
+def test_skipping_every_layer_is_not_proposed(width, fix):
+    model = linears(q_proj=64, down_proj=width)
+    with pytest.raises(ValueError, match=rf"input width 64; {fix}") as error:
+        prepare_(model, QuantScheme.preset("int4_w4a16"), export_dtype=torch.float32)
+    assert "skip" not in str(error.value)
 
 
 def test_a_pair_of_formats_that_nothing_computes_lists_those_that_are():

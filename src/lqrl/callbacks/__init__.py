@@ -9,6 +9,7 @@ from lqrl.callbacks.optimizer_offload import OptimizerOffload
 from lqrl.callbacks.phase_timer import PhaseTimer
 from lqrl.callbacks.rollout_table import RolloutTable
 from lqrl.callbacks.sampler_feedback import SamplerFeedback
+from lqrl.callbacks.signal_watch import SignalWatch
 
 __all__ = [
     "ClipRangeScheduler",
@@ -21,4 +22,5 @@ __all__ = [
     "PhaseTimer",
     "RolloutTable",
     "SamplerFeedback",
+    "SignalWatch",
 ]

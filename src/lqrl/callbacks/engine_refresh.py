@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 
+from lqrl.callbacks.run_folder import keeps_files
 from lqrl.engines.base import WeightStage
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.refresh import refresh_engines, refresh_metrics
@@ -30,12 +32,29 @@ class EngineRefresh(L.Callback):
     def __init__(self, stages: Sequence[WeightStage] = ()) -> None:
         self.stages = list(stages)
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a second one, which would find the engine fresh and do nothing.
+
+        Raises:
+            ValueError: when the Trainer has several.
+        """
+        count = sum(isinstance(callback, EngineRefresh) for callback in vars(trainer)["callbacks"])
+        if count > 1:
+            raise ValueError(
+                f"trainer.callbacks has EngineRefresh {count} times, and the stages of all but the first would have no "
+                "effect; keep one, with all stages"
+            )
+
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """First weights, before the sanity check generates."""
         self._refresh(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """First weights of a run without sanity check, or those of a restored checkpoint."""
+        assert isinstance(pl_module, PolicyModule)
+        if keeps_files(trainer):  # a dry run says nothing about the length of the recipe
+            for stage in self.stages:
+                stage.begin(_iterations(trainer, pl_module))
         self._refresh(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -75,3 +94,11 @@ class EngineRefresh(L.Callback):
     def _refresh(self, module: L.LightningModule, *, full_precision: bool = True) -> None:
         assert isinstance(module, PolicyModule)
         refresh_engines(module, self.stages, full_precision=full_precision)
+
+
+def _iterations(trainer: L.Trainer, module: PolicyModule) -> float:
+    """Of the whole run; ``max_steps`` counts optimizer steps."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    by_epochs = math.inf if epochs is None or epochs < 0 else epochs * float(trainer.num_training_batches)
+    by_steps = math.inf if steps < 0 else math.ceil(steps / (module.num_minibatches * module.num_epochs))
+    return min(by_epochs, by_steps)

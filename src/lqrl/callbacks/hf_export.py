@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
+from torch import nn
 
 from lqrl.callbacks.run_folder import keeps_files, run_folder
 from lqrl.learner.module import PolicyModule
 from lqrl.modeling.precision import parse_dtype
 from lqrl.quant import QuantScheme
 from lqrl.quant.checkpoint import check_exportable, save_quantized
+from lqrl.quant.targets import target_modules
 
 
 class HFExport(L.Callback):
@@ -38,7 +41,7 @@ class HFExport(L.Callback):
         return Path(self.directory) if self.directory else run_folder(trainer) / "hf"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse before training what could not be exported after it.
+        """Refuse before training what could not be exported after it, and name what others will not run.
 
         Raises:
             ValueError: when ``quantized`` is set and no checkpoint holds the scheme or the model.
@@ -46,6 +49,7 @@ class HFExport(L.Callback):
         assert isinstance(pl_module, PolicyModule)
         if self.quantized:
             check_exportable(pl_module.policy, pl_module.scheme)
+            _warn_of_ragged_blocks(pl_module)
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -58,6 +62,24 @@ class HFExport(L.Callback):
             export(pl_module, target, dtype=self.dtype or pl_module.compute_dtype)
             if self.quantized:
                 export_quantized(pl_module, target.with_name(f"{target.name}-{pl_module.scheme.name}"))
+
+
+def _warn_of_ragged_blocks(module: PolicyModule) -> None:
+    """Say which export transformers cannot run: it has whole groups of activations only, lqrl fills up the last."""
+    activation = module.scheme.activation
+    size = activation.group_size if activation is not None and activation.dtype == "fp8_e4m3" else None
+    if size is None:
+        return
+    layers = ((name, module.policy.get_submodule(name)) for name in target_modules(module.policy, module.scheme))
+    ragged = [(n, m.in_features) for n, m in layers if isinstance(m, nn.Linear) and m.in_features % size]
+    if ragged:
+        name, width = ragged[0]
+        warnings.warn(
+            f"HFExport: {name} ({width} inputs) and {len(ragged) - 1} other layers have inputs that {size} does not "
+            f"divide, so transformers will load the export in {module.scheme.name} and fail in its forward pass; load "
+            "it there with quantization_config=CompressedTensorsConfig(dequantize=True), or take fp8_per_channel",
+            stacklevel=1,
+        )
 
 
 def export(module: PolicyModule, directory: Path, *, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -29,7 +30,13 @@ class OptimizerOffload(L.Callback):
         self._states: list[StateOffload] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What a checkpoint restored goes at once."""
+        """What a checkpoint restored goes at once; without a GPU say that nothing has to."""
+        if pl_module.device.type == "cpu":
+            warnings.warn(
+                "OptimizerOffload: the policy trains on the CPU, so the optimizer's state is in main memory already "
+                "and offloading it only copies; remove the callback, or set trainer.accelerator to a GPU's",
+                stacklevel=1,
+            )
         self._states = [StateOffload(optimizer, self.pin_memory) for optimizer in trainer.optimizers]
         self._offload()
 

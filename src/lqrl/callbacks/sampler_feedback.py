@@ -19,6 +19,16 @@ class SamplerFeedback(L.Callback):
     Logs what the sampler reports about itself.
     """
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Promise it, since a sampler that needs outcomes is refused without."""
+        if stage == "fit":
+            prompt_data(trainer).hears_outcomes = True
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The next Trainer may have no feedback."""
+        if stage == "fit":
+            prompt_data(trainer).hears_outcomes = False
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -40,6 +40,7 @@ class PromptDataModule(L.LightningDataModule):
         train_prompts, val_prompts: the data sets, after ``setup``.
         sampler: the training sampler, after ``setup``.
         restored: whether a checkpoint's state has been loaded.
+        hears_outcomes: set by a callback that will call `observe` after each iteration, such as `SamplerFeedback`.
 
     Raises:
         ValueError: when a number is not positive.
@@ -76,6 +77,7 @@ class PromptDataModule(L.LightningDataModule):
         self.val_prompts: PromptDataset | None = None
         self.sampler: PromptSampler | None = None
         self.restored = False
+        self.hears_outcomes = False
         self._loaded: dict[str, Any] | None = None
         self._before_draw: dict[str, Any] | None = None
         self._drawn: list[int] = []
@@ -188,6 +190,11 @@ class PromptDataModule(L.LightningDataModule):
         self._drawn += indices
         start = sum(counts[:rank])
         return [prompts[i] for i in indices[start : start + count]]
+
+    @property
+    def awaits_feedback(self) -> bool:
+        """Whether the sampler learns from outcomes that nobody has promised to tell it."""
+        return self._fitted()[1].needs_feedback and not self.hears_outcomes
 
     def observe(self, prompt_ids: Sequence[int], successes: Sequence[float], trials: Sequence[float]) -> None:
         """Give the outcomes of all ranks to the sampler; the same call on every rank."""

@@ -161,6 +161,10 @@ class WeightStage(ABC):
         """Yield the same names in the same order."""
         ...
 
+    def begin(self, iterations: float) -> None:
+        """Before training: how many iterations the run has in all, ``inf`` without a limit; nothing by default."""
+        return None
+
     @property
     def metrics(self) -> dict[str, float]:
         """What is logged after a refresh that went through the stage; nothing by default."""

@@ -19,7 +19,7 @@ from lqrl.engines.base import EngineFactory, RolloutEngine
 from lqrl.learner.checkpoint import check_checkpoint, learner_state, restore_learner
 from lqrl.learner.frozen import SentOnce, without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate
-from lqrl.learner.options import check_options, check_precision
+from lqrl.learner.options import check_options, check_run
 from lqrl.learner.policy import build_policy, build_reference, build_scorer, engine_spec
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
@@ -192,9 +192,9 @@ class PolicyModule(L.LightningModule):
         """Build what needs the device (Lightning hook).
 
         Raises:
-            ValueError: when the Trainer would change the precision of the forward pass.
+            ValueError: when Trainer, data and options do not fit, see `lqrl.learner.options.check_run`.
         """
-        check_precision(self.trainer.precision)
+        check_run(self, stage)
         self.build_engines(self.trainer.strategy.root_device)
         if calibrates_kv(self.scheme):
             self.calibration_prompts = prompt_data(self.trainer).first_prompts(CALIBRATION_PROMPTS)

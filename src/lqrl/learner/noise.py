@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -21,7 +22,8 @@ class RolloutNoise(WeightStage):
     A norm weight ``w`` reaches the rollout engine as ``w + Z``, ``Z ~ N(0, sigma^2)``: a multiplicative noise
     ``1 + Z/w`` on the input channels of the linear layers behind the norm, which raises the entropy of the rollouts.
     It is drawn anew for each policy version. ``sigma`` falls exponentially over ``stages`` equal parts of the run: 0 in
-    the first (quantization noise alone), then ``sigma_start`` to ``sigma_end``.
+    the first (quantization noise alone), then ``sigma_start`` to ``sigma_end``, at which the run ends. A run of fewer
+    iterations than stages leaves stages out, and may end before ``sigma_end``.
 
     The learner is never written: what it keeps is the clean copy, each refresh starts from it, and a refresh without
     the stage brings back the clean engine bit for bit. Noise cannot pile up. The full-precision engine of validation
@@ -44,7 +46,8 @@ class RolloutNoise(WeightStage):
     too. The default is the paper's; the norms of heads (``q_norm``, ``k_norm``) feed no linear layer and get none.
 
     Args:
-        total_iterations: of the whole run, a resumed one included; past it the last stage goes on.
+        total_iterations: of the whole run, a resumed one included; past it the last stage goes on. A run that is
+            shorter is warned about when it begins.
         seed: of the noise.
         sigma_start, sigma_end: standard deviation in the second and in the last stage.
         stages: parts of the run, K.
@@ -74,6 +77,18 @@ class RolloutNoise(WeightStage):
         self.total_iterations, self.seed, self.stages = total_iterations, seed, stages
         self.sigma_start, self.sigma_end, self.norms = sigma_start, sigma_end, tuple(norms)
         self._sigma, self._elements, self._changed = 0.0, 0, torch.zeros((), dtype=torch.int64)
+
+    def begin(self, iterations: float) -> None:
+        """Warn when the run ends before the noise has been through its stages."""
+        if iterations < self.total_iterations:
+            last = int(iterations) - 1
+            warnings.warn(
+                f"RolloutNoise.total_iterations is {self.total_iterations} and the run ends after {last + 1} "
+                f"iterations, in stage {self.stage(last) + 1} of {self.stages} with sigma {self.sigma(last):g}"
+                + (": its rollouts never get noise" if self.stage(last) == 0 else "")
+                + f"; set total_iterations to {last + 1}, the run's max_epochs * iterations_per_epoch",
+                stacklevel=2,
+            )
 
     def stage(self, policy_version: int) -> int:
         """``floor(policy_version * stages / total_iterations)``, at most ``stages - 1``."""

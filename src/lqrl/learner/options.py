@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lqrl.algorithms import NoCorrection, TokenTIS
+from lqrl.data.budget import UniformBudget
+from lqrl.data.datamodule import PromptDataModule, prompt_data, shard
 from lqrl.learner.optim import BFloat16AdamW
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ def check_options(module: PolicyModule) -> None:
         ValueError: naming the option and what to set instead.
     """
     loss, correction = module.loss, module.correction
-    if min(module.num_minibatches, module.num_epochs, module.token_budget, module.val_samples) < 1:
-        raise ValueError("num_minibatches, num_epochs, token_budget and val_samples must be at least 1")
+    check_numbers(module)
     if loss.corrects_mismatch and not isinstance(correction, NoCorrection):
         raise ValueError(
             f"{type(loss).__name__} weighs the rollout mismatch itself: set correction to "
@@ -62,6 +63,65 @@ def check_options(module: PolicyModule) -> None:
         raise ValueError("sampling.n and sampling.first_sample are not read here: set budget, such as UniformBudget(8)")
     if module.master_dtype == torch.bfloat16 and module.lora is None:  # adapters are fp32
         warn_of_lost_steps(module.optimizer([("weight", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))]))
+
+
+def check_numbers(module: PolicyModule) -> None:
+    """Refuse numbers out of their range.
+
+    Raises:
+        ValueError: naming the option, its value and the range.
+    """
+    least = {"num_minibatches": 1, "num_epochs": 1, "token_budget": 1, "val_samples": 1, "max_staleness": 0}
+    for name, bound in least.items():
+        value = vars(module)[name]
+        if value < bound:
+            raise ValueError(f"model.init_args.{name} must be at least {bound}, got {value}")
+    norm = module.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise ValueError(
+            f"model.init_args.max_grad_norm must be above 0, got {norm:g}: it is the global norm that gradients are "
+            "clipped to; null does not clip"
+        )
+
+
+def check_run(module: PolicyModule, stage: str) -> None:
+    """Refuse a Trainer, or data, that the module cannot be run with; before engines are built.
+
+    Args:
+        module: with a Trainer.
+        stage: of Lightning's ``setup``.
+
+    Raises:
+        ValueError: see `check_precision` and `check_data`.
+        TypeError: when the Trainer of a fit has no `PromptDataModule`.
+    """
+    check_precision(module.trainer.precision)
+    if stage != "fit":
+        return
+    data = prompt_data(module.trainer)
+    check_data(module, data)
+    if data.awaits_feedback:
+        raise ValueError(
+            f"data.init_args.sampler: {type(data.sampler).__name__} learns from how its prompts went, and no callback "
+            "tells it: add lqrl.callbacks.SamplerFeedback to trainer.callbacks, or set the sampler to lqrl.data.Uniform"
+        )
+
+
+def check_data(module: PolicyModule, data: PromptDataModule) -> None:
+    """Refuse more minibatches than an iteration has rows: some would be empty, and their steps skipped.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    if not isinstance(module.budget, UniformBudget):
+        return  # what another budget gives is known when it is asked
+    prompts, samples = data.prompts_per_iteration // shard()[1], module.budget.group_size
+    if module.num_minibatches > prompts * samples:
+        raise ValueError(
+            f"model.init_args.num_minibatches is {module.num_minibatches}, but an iteration has {prompts * samples} "
+            f"rows on a rank ({prompts} prompts, {samples} samples each): set it to {prompts * samples} at most, or "
+            "raise data.init_args.prompts_per_iteration"
+        )
 
 
 def check_trainer(options: Mapping[str, Any]) -> None:

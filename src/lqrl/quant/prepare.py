@@ -17,6 +17,8 @@ from lqrl.quant.scheme import PRESETS, QuantScheme
 from lqrl.quant.targets import LowBitLinear, target_modules
 from lqrl.quant.walk import walk
 
+_SMALLEST_GROUPS = "int4_w4a16_g32"  # a preset whose groups divide most widths
+
 # Last names of the layers of a block that engines run as one product; some formats give these one scale.
 _FUSED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 
@@ -102,32 +104,41 @@ def _check_shapes(model: nn.Module, targets: list[str], method: LinearMethod, sc
     """Quantize one row of each width, so that a width that the format cannot hold is known before anything is swapped.
 
     Raises:
-        ValueError: naming the layer and what to do.
+        ValueError: naming a layer of each such width and what to do about all of them.
     """
-    seen: set[int] = set()
+    refused: dict[int, ValueError] = {}
+    names: dict[int, list[str]] = {}
     for name in targets:
         module = _unswapped(model, name)
         if not isinstance(module, nn.Linear):
             check_experts(name, module, method)
             continue
-        width = module.in_features
-        if width not in seen:
-            seen.add(width)
-            try:
-                method.quantize(torch.zeros(1, width))
-            except ValueError as error:
-                linears = {n: _unswapped(model, n) for n in targets}
-                same = [n for n, m in linears.items() if isinstance(m, nn.Linear) and m.in_features == width]
-                raise ValueError(
-                    f"{name} has {width} inputs, which scheme {scheme.name!r} cannot hold: {error}; leave such layers "
-                    f"in high precision with {_skipping(scheme, same)}"
-                    + (", or take int4_w4a16_g32" if width % 32 == 0 else "")
-                ) from error
+        names.setdefault(module.in_features, []).append(name)
+    for width in names:
+        try:
+            method.quantize(torch.zeros(1, width))
+        except ValueError as error:
+            refused[width] = error
+    if not refused:
+        return
+    which = ", ".join(f"{names[width][0]} has {width} inputs" for width in refused)
+    layers = [name for name in targets if any(name in names[width] for width in refused)]
+    fixes = [f"take {_SMALLEST_GROUPS}"] if all(width % 32 == 0 for width in refused) else []
+    if {_last(name) for name in layers} != {_last(name) for name in targets}:
+        fixes.append(f"leave such layers in high precision with {_skipping(scheme, layers)}")
+    first = next(iter(refused.values()))
+    reason = str(first).partition(":")[0]  # the advice behind it knows of no scheme
+    fix = ", or ".join(fixes) or "take a preset without groups, such as int8_w8a8 or fp8_per_channel"
+    raise ValueError(f"{which}, which scheme {scheme.name!r} cannot hold: {reason}; {fix}") from first
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _skipping(scheme: QuantScheme, names: list[str]) -> str:
     """How a recipe, and the command line, spell ``scheme`` without the layers of these names."""
-    patterns = dict.fromkeys([*scheme.skip, *(f"*.{name.rpartition('.')[2]}" for name in names)])
+    patterns = dict.fromkeys([*scheme.skip, *(f"*.{_last(name)}" for name in names)])
     skip = json.dumps(list(patterns))
     if scheme.name.split("+")[0] not in PRESETS:
         return f"skip: {skip} in the scheme"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -110,7 +111,11 @@ class QuantScheme:
         """
         base, *additions = name.split("+")
         if base not in PRESETS:
-            raise ValueError(f"unknown quantization scheme {base!r}; use one of {', '.join(sorted(PRESETS))}")
+            close = difflib.get_close_matches(base, PRESETS, n=1)
+            raise ValueError(
+                f"unknown quantization scheme {base!r}{f' (did you mean {close[0]}?)' if close else ''}; use one of "
+                f"{', '.join(sorted(PRESETS))}, and after it {', '.join(f'+{name}' for name in ADDITIONS)}"
+            )
         scheme = PRESETS[base]
         fields: dict[str, Any] = {}
         for addition in additions:
