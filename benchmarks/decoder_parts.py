@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lqrl.modeling.arithmetic import Arithmetic
 from lqrl.modeling.attention import PackedContext
 from lqrl.quant import AlignedLinear
 from lqrl.quant.methods import Fp8Block, Fp8Channel, IntegerGemm, LinearMethod
@@ -62,18 +63,21 @@ class LearnerParts:
     Args:
         policy: loaded by `load_model`.
         lengths: tokens of the sequences that the rows are, in order.
+        arithmetic: that the policy has, see `use_arithmetic_`.
     """
 
-    def __init__(self, policy: PreTrainedModel, lengths: Sequence[int]) -> None:
+    def __init__(self, policy: PreTrainedModel, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         self._decoder: Any = policy.get_decoder()
         self._context = PackedContext(lengths, policy.device)
+        self._wide_sums = not arithmetic.rounds_sums
 
     def __call__(self, layer: int, part: str, *given: Tensor) -> Rows:
         block: Any = self._decoder if part == "final norm" else self._decoder.layers[layer]
         if part in STREAMS:
             norm = block.get_submodule(PATHS[part])
-            stream = given[0] if len(given) == 1 else given[1] + given[0]
-            return _one(norm, stream), stream
+            total = given[0] if len(given) == 1 else given[1].float() + given[0]
+            stream = total.to(given[0].dtype)
+            return _one(norm, total if self._wide_sums else stream), stream
         attention, mlp = block.self_attn, block.mlp
         match part:
             case "qkv":
@@ -97,7 +101,7 @@ class LearnerParts:
         heads = [x.view(len(x), -1, attention.head_dim).transpose(0, 1)[None] for x in (q, k)]
         cos, sin = self._decoder.rotary_emb(q, positions[None])
         turned = sys.modules[type(attention).__module__].apply_rotary_pos_emb(*heads, cos, sin)
-        return tuple(x[0].transpose(0, 1).flatten(1) for x in turned)
+        return tuple(x[0].transpose(0, 1).flatten(1).to(q.dtype) for x in turned)
 
 
 def _one(module: nn.Module, x: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class Comparison:
         self._fed = self._ids[:, :-1]
         self._depth = len(subject.policy.get_decoder().layers)  # type: ignore[arg-type]
         self._last = self._depth, "final norm"
-        self._learner = LearnerParts(subject.policy, [self._fed.shape[1]] * len(self._fed))
+        lengths = [self._fed.shape[1]] * len(self._fed)
+        self._learner = LearnerParts(subject.policy, lengths, subject.engine.arithmetic)
         self._vllm = VllmParts(subject.model(), subject.vllm_config())
         self._own = self._walk(self._learner)
 
@@ -115,7 +116,8 @@ class Comparison:
                 for what, row in self._alone(layer, part, *run.calls[layer, part]):
                     found.setdefault(what, []).append(row)
             rows += [{"run": name, "part": what, **_over_layers(each)} for what, each in found.items()]
-            rows.append({"run": name, "part": "head", **self._head(run)})
+            for part, rounded in (("head", False), ("head, rounded", True)):
+                rows.append({"run": name, "part": part, **self._head(run, rounded)})
         return rows
 
     def _alone(self, layer: int, part: str, inputs: Rows, outputs: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,7 +127,7 @@ class Comparison:
             stream = outputs[1]
             if len(inputs) > 1:
                 yield f"add before {part}", compared(self._rows(inputs[1] + inputs[0]), self._rows(stream))
-            inputs, outputs = (stream,), outputs[:1]
+            outputs = outputs[:1]
         ours = self._learner(layer, part, *inputs)
         row: dict[str, Any] = pooled(
             [compared(self._rows(a), self._rows(b)) for a, b in zip(ours, outputs, strict=part not in STREAMS)]
@@ -138,15 +140,15 @@ class Comparison:
                 row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         yield part, row
 
-    def _head(self, run: Run) -> dict[str, Any]:
+    def _head(self, run: Run, rounded: bool) -> dict[str, Any]:
         """Of logits; ``logprob`` is the mean difference of the most likely token's log-prob."""
-        ours, theirs = self._logits(run.head.inputs[0]), run.head.outputs[0].float()
+        ours, theirs = self._logits(run.head.inputs[0], rounded), run.head.outputs[0].float()
         best = theirs.argmax(-1, keepdim=True)
         both = [torch.log_softmax(each, -1).gather(-1, best) for each in (ours, theirs)]
         return _over_layers([compared(ours, theirs)]) | {"logprob": gap(*both)["mean"]}
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        head = output_head(self._policy)
+    def _logits(self, hidden: Tensor, rounded: bool = False) -> Tensor:
+        head = output_head(self._policy, rounds_logits=rounded)
         return head_logits(hidden, head.weight) if head.product is None else head.product(hidden)
 
     # ---------------------------------------------------------------- the learner with parts of vLLM's

@@ -3,8 +3,10 @@
 For each format vLLM samples at temperature 1, in this library's engine. Then:
 
 - log-probs: learners that are not aligned, with fake quantization (rounded weights and inputs, plain products) and
-  aligned (low-bit products) score the tokens in one pass; so does vLLM itself. That last row is the floor: what no
-  learner that scores in one pass gets under, unless vLLM's decoding and its prefill are one arithmetic.
+  aligned (low-bit products) score the tokens in one pass. The learner of a run is ``aligned``: norms and rotary
+  embeddings round where vLLM's do. Beside it one with transformers' own rounding, and one whose logits are rounded too.
+  The last row is vLLM itself, in one pass: the floor, what no learner that scores in one pass gets under, unless vLLM's
+  decoding and its prefill are one arithmetic.
 - layers: the stream after each layer, the learner's against vLLM's one pass and against its decoding; and share of
   equal activation codes.
 - inside: the same for the parts of the first layers.

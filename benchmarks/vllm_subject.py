@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,8 +74,12 @@ class FakeQuant(WeightOnly):
 WAYS: dict[str, Callable[[LinearMethod], LinearMethod]] = {
     "not aligned": lambda method: FullPrecision(),
     "fake quantization": FakeQuant,
+    "aligned, own rounding": lambda method: method,
     "aligned": lambda method: method,
+    "aligned, rounded logits": lambda method: method,
 }
+FOLLOW = ("aligned", "aligned, rounded logits")
+"""Norms and rotary embeddings round where vLLM's do, as in a run; those of other learners where transformers' do."""
 
 
 def gap(ours: Tensor, theirs: Tensor) -> dict[str, float]:
@@ -171,17 +176,24 @@ class Subject:
         )(spec)
         weights = export_weights(self.policy, self.scheme, export_dtype=DTYPE)
         self.engine.update_weights(weights, policy_version=0)
+        shared = {id(parameter): parameter for parameter in self.policy.parameters()}
+        self._own = Scorer(copy.deepcopy(self.policy, shared), 1.0, DTYPE)
+        self._follower = Scorer(self.policy, 1.0, DTYPE)
+        self._follower.follow_(self.engine.arithmetic)
+        self._rounds = self._follower.rounds_logits
 
     @contextmanager
-    def learner(self, way: str) -> Iterator[PreTrainedModel]:
-        """The policy with linear layers of ``way``."""
-        layers = [module for module in self.policy.modules() if isinstance(module, AlignedLinear)]
+    def learner(self, way: str) -> Iterator[Scorer]:
+        """A learner with linear layers of ``way``."""
+        scorer = self._follower if way in FOLLOW else self._own
+        self._follower.rounds_logits = self._rounds and way == FOLLOW[1]
+        layers = [module for module in scorer.modules() if isinstance(module, AlignedLinear)]
         methods = [layer.method for layer in layers]
         try:
             for layer, method in zip(layers, methods, strict=True):
                 layer.method = WAYS[way](method)
                 layer.invalidate()
-            yield self.policy
+            yield scorer
         finally:
             for layer, method in zip(layers, methods, strict=True):
                 layer.method = method
@@ -202,9 +214,9 @@ class Subject:
         ids, sampled = self.sample(len(self.prompts), seed)
         theirs = torch.stack([c.logprobs for c in sampled])
         rows = []
-        for way in WAYS if self.scheme.quantizes else ("not aligned",):
-            with self.learner(way) as policy:
-                ours = Scorer(policy, 1.0, DTYPE).score(ids, torch.ones_like(ids, dtype=torch.bool))
+        for way in WAYS if self.scheme.quantizes else ("not aligned", *FOLLOW):
+            with self.learner(way) as scorer:
+                ours = scorer.score(ids, torch.ones_like(ids, dtype=torch.bool))
             rows.append({"learner": way, **gap(ours[:, self.start :].cpu(), theirs)})
         again = torch.stack(self.engine.score(ids.tolist()))[:, self.start :]
         return [*rows, {"learner": "vLLM itself, in one pass", **gap(again, theirs)}]

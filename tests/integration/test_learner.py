@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import lightning as L
 import pytest
 import torch
@@ -9,9 +11,12 @@ from runs import ACCELERATOR, DEVICE, make_data, make_module, make_trainer, weig
 
 from lqrl.algorithms import RLOO, GSPOLoss, KLPenalty, NoCorrection, SequenceTIS, TBPOLoss, TokenTIS
 from lqrl.callbacks import ClipRangeScheduler, EngineRefresh, HFExport, SamplerFeedback
+from lqrl.engines import TorchEngine, TorchEngineFactory
+from lqrl.engines.base import EngineSpec
 from lqrl.fabric import fit as fabric_fit
 from lqrl.learner.refresh import refresh_engines
 from lqrl.learner.update import accumulate_gradients
+from lqrl.modeling.arithmetic import Arithmetic, RoundedRMSNorm, WideRotary
 from lqrl.quant import HadamardRotation, Lora, UpdateAwareScaling
 from lqrl.rollouts import Refill, to_train_batch
 from lqrl.types import Advantages, ClipRange
@@ -47,6 +52,35 @@ def test_the_learner_scores_as_the_engine_sampled(scheme, aligned, limit):
     assert float(gap.exp().mean()) == pytest.approx(1, abs=5e-3)
     if not aligned:
         assert k3 > 1e-6  # quantization is there, and it is the alignment that removes it
+
+
+@dataclass(frozen=True)
+class OtherRounding(TorchEngineFactory):
+    """The embedded engine, said to round elsewhere."""
+
+    def __call__(self, spec: EngineSpec) -> TorchEngine:
+        engine = super().__call__(spec)
+        engine.arithmetic = Arithmetic(rounds_normed=False, rounds_rotated=False, rounds_logits=True)
+        return engine
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8_w8a8"])
+def test_an_aligned_learner_and_its_reference_round_where_the_engine_does(scheme):
+    def changed(**options):
+        module = built(scheme=scheme, dtype="bfloat16", kl=KLPenalty(0.1), **options)
+        scorers = (module.scorer, module._reference[0])
+        return module, [sum(isinstance(m, (RoundedRMSNorm, WideRotary)) for m in s.modules()) for s in scorers]
+
+    module, (learner, reference) = changed(engine=OtherRounding())
+    assert learner == reference > 1
+    assert not module.scorer.rounds_logits  # docs/vllm.md says why
+    batch = rolled_out(module).batch.to(DEVICE)
+    with torch.no_grad():
+        scores = [s.score(batch.input_ids, batch.attention_mask) for s in (module.scorer, module._reference[0])]
+    assert torch.equal(*scores) == (scheme == "none")
+    assert changed(engine=OtherRounding(), aligned=False)[1] == [0, 0]
+    assert changed(engine=OtherRounding(), exact=True)[1] == [0, 0]
+    assert changed()[1] == [0, 0]
 
 
 def test_columns_without_a_sampled_token_hold_zero():

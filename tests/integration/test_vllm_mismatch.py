@@ -42,7 +42,9 @@ def test_a_learner_of_vllms_parts_gives_its_hidden_states(
     assert [row["learner"] for row in tables["logprobs"]] == [
         "not aligned",
         "fake quantization",
+        "aligned, own rounding",
         "aligned",
+        "aligned, rounded logits",
         "vLLM itself, in one pass",
     ]
     assert all(row["tokens"] == 15 and 0 <= row["k3"] < 0.5 for row in tables["logprobs"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+from lqrl.modeling.arithmetic import Arithmetic, use_arithmetic_
 from lqrl.modeling.backbone import hidden_states, load_model, pack
 from lqrl.quant import AlignedLinear, QuantScheme, prepare_
 
@@ -168,13 +169,15 @@ def test_a_model_of_other_parts_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("scheme", ["none", "int8_w8a8"])
+@pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(True, False, False), Arithmetic(False, True, False)])
 @torch.no_grad()
-def test_the_parts_of_the_learner_are_its_forward_pass(family, scheme, monkeypatch):
+def test_the_parts_of_the_learner_are_its_forward_pass(family, scheme, arithmetic, monkeypatch):
     parts = benchmark("decoder_parts", monkeypatch)
     policy = policy_of(family)
     if scheme != "none":
         prepare_(policy, QuantScheme.preset(scheme), export_dtype=torch.bfloat16)
-    learner = parts.LearnerParts(policy, [5, 5])
+    use_arithmetic_(policy, arithmetic)
+    learner = parts.LearnerParts(policy, [5, 5], arithmetic)
     calls = parts.walk_policy(policy, learner, IDS.flatten(), torch.arange(5).repeat(2))
     whole = hidden_states(policy, pack(IDS, torch.ones_like(IDS, dtype=torch.bool)))
     assert torch.equal(calls[2, "final norm"].outputs[0], whole)

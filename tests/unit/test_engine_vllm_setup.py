@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from lqrl.engines.base import EngineSpec
-from lqrl.engines.vllm import VLLMEngineFactory
+from lqrl.engines.vllm import VLLMEngineFactory, VLLMServerEngineFactory
 from lqrl.engines.vllm.arguments import check_engine_args, engine_arguments
 from lqrl.engines.vllm.patches import PATCHES
 from lqrl.engines.vllm.process import check_process
+from lqrl.engines.vllm.rounding import vllm_arithmetic
 from lqrl.engines.vllm.served import ServedModel, kv_cache_dtype, served_scheme
 from lqrl.engines.vllm.versions import check_version, import_vllm, parse_version
+from lqrl.modeling.arithmetic import Arithmetic
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.checkpoint import save_quantized
 from lqrl.quant.export import export_weights
@@ -318,3 +320,13 @@ def test_mxfp4_is_refused_where_activations_would_be_quantized(monkeypatch: pyte
     check_process(spec("nvfp4_w4a16"), "cuda")
     with pytest.raises(ValueError, match="quantizes the activations too; take nvfp4_w4a16"):
         check_process(spec("mxfp4_w4a16"), "cuda")
+
+
+def test_where_a_vllm_rounds_depends_on_where_it_runs_and_whether_it_compiles() -> None:
+    eager, fp32_head = VLLMEngineFactory(engine_args={"enforce_eager": True}), VLLMServerEngineFactory(fp32_head=True)
+    kernels = Arithmetic(rounds_normed=False, rounds_rotated=False, rounds_logits=True)
+    assert vllm_arithmetic("cuda", eager) == kernels
+    compiled = Arithmetic(rounds_sums=False, rounds_normed=False, rounds_rotated=False)
+    assert vllm_arithmetic("cuda", fp32_head.each) == compiled
+    native = Arithmetic(rounds_sums=False, rounds_rotated=False, rounds_logits=True)
+    assert vllm_arithmetic("cpu", VLLMEngineFactory()) == native

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lqrl.modeling.arithmetic import Arithmetic
 from lqrl.quant.lora import Lora
 from lqrl.quant.scheme import QuantScheme
 from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
@@ -64,11 +65,13 @@ class RolloutEngine(ABC):
         policy_version: version of the weights that serve; -1 before the first refresh and after a failed one.
         takes: format that `update_weights` is sent, by an engine that quantizes what it is sent itself; ``None`` is
             that of its `EngineSpec`.
+        arithmetic: where it rounds, which an aligned learner follows.
         collective: several ranks hold the engine together, and call `generate` together; one without prompts, too.
     """
 
     policy_version: int = -1
     takes: QuantScheme | None = None
+    arithmetic: Arithmetic = Arithmetic()
     collective: bool = False
 
     @abstractmethod

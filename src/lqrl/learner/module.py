@@ -20,7 +20,7 @@ from lqrl.learner.checkpoint import check_checkpoint, learner_state, restore_lea
 from lqrl.learner.frozen import SentOnce, without_frozen
 from lqrl.learner.kv_scales import CALIBRATION_PROMPTS, calibrate
 from lqrl.learner.options import check_options, check_run
-from lqrl.learner.policy import build_policy, build_reference, build_scorer, engine_spec
+from lqrl.learner.policy import build_engine, build_policy, build_reference, build_scorer, engine_spec
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.learner.update import (
@@ -61,8 +61,8 @@ class PolicyModule(L.LightningModule):
         reward: what is rewarded, term by term.
         engine: builds the rollout engine.
         scheme: low-bit format that engine and learner share, by preset name or as a value; ``none`` is full precision.
-        aligned: the learner's forward computes with the engine's low-bit numbers (QaRL); ``false`` leaves it in full
-            precision.
+        aligned: the learner's forward computes with the engine's low-bit numbers (QaRL) and rounds where it does;
+            ``false`` leaves it in full precision.
         dtype: compute and export dtype; ``master_dtype`` is that of the parameters and the optimizer.
         master_dtype: see ``dtype``.
         advantage, correction, loss, kl: the algorithm; each a value, each usable with every other.
@@ -165,7 +165,7 @@ class PolicyModule(L.LightningModule):
         self.configure_model()
         if "engine" in vars(self):
             return
-        self.engine = self.engine_factory(engine_spec(self, device))
+        self.engine = build_engine(self, device)
         if self.validate_full_precision:
             self.full_engine = self.engine_factory(engine_spec(self, device, full_precision=True))
         if self.kl is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lqrl.engines.base import EngineSpec
+from lqrl.engines.base import EngineSpec, RolloutEngine
 from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.modeling.backbone import load_model
@@ -102,10 +102,35 @@ def build_scorer(module: PolicyModule) -> Scorer:
     return Scorer(module.policy, module.sampling.temperature, module.compute_dtype, kv, module.exact)
 
 
+def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
+    """The rollout engine; an aligned learner rounds where it does from here on."""
+    engine = module.engine_factory(engine_spec(module, device))
+    changed = _follow(module, module.scorer, engine)
+    if changed:
+        rank_zero_info(f"{changed} modules of the policy round where the engine does: {engine.arithmetic}")
+    return engine
+
+
+def _follow(module: PolicyModule, scorer: Scorer, engine: RolloutEngine) -> int:
+    """An aligned learner rounds where the engine does, but for its logits, unless it is exact.
+
+    Rounding the logits of both sides pays only where they are all but equal before: two logits that differ by d become
+    a whole step apart, or equal. With that the mismatch is larger (docs/vllm.md), and ratios of policies move in steps.
+    """
+    if module.exact or not module.aligned:
+        return 0
+    return scorer.follow_(replace(engine.arithmetic, rounds_logits=False))
+
+
 def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
-    """The policy that training starts from, in full precision and without gradient, for the KL penalty."""
+    """The policy that training starts from, in full precision and without gradient, for the KL penalty.
+
+    It rounds where the learner does, so that rounding is no part of the penalty.
+    """
     reference = load_model(resolve_source(module.model_name), dtype=module.compute_dtype, device=device).eval()
-    return Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
+    scorer = Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
+    _follow(module, scorer, module.engine)
+    return scorer
 
 
 def engine_spec(module: PolicyModule, device: torch.device, full_precision: bool = False) -> EngineSpec:

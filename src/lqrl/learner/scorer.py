@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import chunked_logprobs
+from lqrl.modeling.arithmetic import Arithmetic, use_arithmetic_
 from lqrl.modeling.attention import KVHook
 from lqrl.modeling.backbone import hidden_states, pack
 from lqrl.modeling.head import exact_logprobs, output_head
@@ -42,9 +43,23 @@ class Scorer(nn.Module):
     ) -> None:
         super().__init__()
         self.policy, self.temperature, self.compute_dtype = policy, temperature, compute_dtype
-        self.kv, self.exact = kv, exact
+        self.kv, self.exact, self.rounds_logits = kv, exact, False
         if exact and output_head(policy).product is None:
             raise ValueError("an exact Scorer needs an exact policy: call modeling.exact.exact_learner_ on it first")
+
+    def follow_(self, arithmetic: Arithmetic) -> int:
+        """Round where an engine does from here on, in place; call it once.
+
+        Returns:
+            How many modules of the policy were replaced or changed, see `lqrl.modeling.arithmetic.use_arithmetic_`.
+
+        Raises:
+            ValueError: for an exact scorer, whose arithmetic is its own.
+        """
+        if self.exact:
+            raise ValueError("an exact Scorer has the arithmetic of an exact engine and follows no other")
+        self.rounds_logits = arithmetic.rounds_logits
+        return use_arithmetic_(self.policy, arithmetic)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
@@ -55,7 +70,7 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.policy, packed)
         continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
         source = packed.index[:-1][continues]
-        head = output_head(self.policy)
+        head = output_head(self.policy, rounds_logits=self.rounds_logits)
         values = chunked_logprobs(
             hidden[:-1][continues],
             head.weight,

@@ -217,6 +217,8 @@ def lqrl_attention(
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__} passes {name} to its attention, which is not supported")
+    # A rotary embedding in fp32 leaves its rounding to here, see `lqrl.modeling.arithmetic.WideRotary`.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     layer_idx: Any = module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lqrl.modeling.arithmetic import RMSNormFunction
 from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.lora import LoraLinear
@@ -25,27 +26,6 @@ if TYPE_CHECKING:
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
 _SUPPORTED = "exact mode runs Llama, Mistral, Qwen2 and Qwen3"
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        out, inverse = exact.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight, inverse = ctx.saved_tensors
-        normed = x.float() * inverse
-        d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
-            inner = grad.float() * weight.float()
-            d_x = (inverse * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            d_weight = (grad.float() * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        return d_x, d_weight, None
 
 
 class _SiLU(torch.autograd.Function):
@@ -76,7 +56,7 @@ class ExactRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., D]`` in its own dtype, which must be the weight's."""
-        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+        return RMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, exact.rms_norm)
 
 
 class ExactSiLU(nn.Module):

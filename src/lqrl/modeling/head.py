@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import Product
@@ -26,11 +28,24 @@ class OutputHead(NamedTuple):
     product: Product | None
 
 
-def output_head(model: PreTrainedModel) -> OutputHead:
-    """The learner's head as it is now; the low-bit codes are those of this moment."""
+def output_head(model: PreTrainedModel, *, rounds_logits: bool = False) -> OutputHead:
+    """The learner's head as it is now; the low-bit codes are those of this moment.
+
+    Args:
+        model: the policy.
+        rounds_logits: logits have values that the dtype of the hidden states holds, see
+            `lqrl.modeling.arithmetic.Arithmetic`.
+    """
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    return OutputHead(head.weight, head.product() if isinstance(head, AlignedLinear) else None)
+    product = head.product() if isinstance(head, AlignedLinear) else None
+    if rounds_logits:
+        product = partial(_rounded, product=product or partial(F.linear, weight=head.weight.detach()))
+    return OutputHead(head.weight, product)
+
+
+def _rounded(hidden: Tensor, product: Product) -> Tensor:
+    return product(hidden).to(hidden.dtype).float()
 
 
 def exact_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

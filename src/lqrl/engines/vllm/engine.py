@@ -28,6 +28,7 @@ from lqrl.engines.vllm.online import check_online
 from lqrl.engines.vllm.patches import install_patches
 from lqrl.engines.vllm.ranks import Meet, RankFailed, Ranks
 from lqrl.engines.vllm.requests import Generated, Sample, sampling_fields
+from lqrl.engines.vllm.rounding import vllm_arithmetic
 from lqrl.engines.vllm.served import ServedModel, check_spec
 from lqrl.engines.vllm.truncation import SAMPLE, TOP_K, TOP_P, MassRecord, truncating_processor
 from lqrl.engines.vllm.versions import device_type, import_vllm
@@ -71,7 +72,7 @@ class VLLMEngine(GuardedEngine):
         served = ServedModel(base, unties=platform == "cpu", fp32_head=options.fp32_head)
         process.check_dtype(spec.scheme, spec.dtype, platform)
         super().__init__(spec, served, count_changes=options.count_changes, streams=options.stream_refresh)
-        self.options = options
+        self.options, self.arithmetic = options, vllm_arithmetic(platform, options)
         self._adapters = None if spec.lora is None else ServedAdapters(spec, spec.lora)
         if self._adapters is not None and options.tensor_parallel_size > 1:
             raise ValueError("VLLMEngineFactory.tensor_parallel_size: not with adapters; set lora.refresh: merge")

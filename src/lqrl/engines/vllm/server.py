@@ -34,6 +34,7 @@ from lqrl.engines.vllm.process import check_cpu_attention, check_dtype, check_ra
 from lqrl.engines.vllm.reload import check_loaded
 from lqrl.engines.vllm.replica import Replica
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, sampling_fields
+from lqrl.engines.vllm.rounding import vllm_arithmetic
 from lqrl.engines.vllm.served import ServedModel, check_spec
 from lqrl.engines.vllm.versions import device_type, import_vllm
 from lqrl.types import Completion, Prompt, SamplingParams
@@ -191,6 +192,7 @@ class VLLMServerEngine(GuardedEngine):
             replicas, platform = [], device_type()
             if not platform:
                 raise RuntimeError("the installed vLLM finds no device here; install its CPU build, or give urls")
+        self.arithmetic = vllm_arithmetic(platform, options.each)
         # What vLLM is asked for depends on where the servers run, not on where the learner does.
         there = replace(spec, device=torch.device(platform))
         served = ServedModel(there, unties=platform == "cpu", fp32_head=options.fp32_head)
