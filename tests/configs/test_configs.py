@@ -68,6 +68,7 @@ def test_there_are_recipes():
     assert len(CONFIGS) >= 3
 
 
+@pytest.mark.filterwarnings("ignore:RolloutNoise.total_iterations", "ignore:nothing was learned")  # one iteration
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_a_recipe_runs_one_iteration(path, tmp_path, rows):
     config = yaml.safe_load(path.read_text())

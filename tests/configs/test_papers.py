@@ -141,6 +141,7 @@ def test_vllm_has_the_format(path, scheme):
         assert len(adapters.tensors) == 2 * 7 * config.num_hidden_layers
 
 
+@pytest.mark.filterwarnings("ignore:RolloutNoise.total_iterations", "ignore:nothing was learned")
 @pytest.mark.parametrize(("path", "scheme"), RECIPES, ids=lambda v: getattr(v, "stem", v))
 def test_a_recipe_trains_for_one_iteration(path, scheme, tmp_path):
     config = tiny_run(path, scheme, tmp_path)

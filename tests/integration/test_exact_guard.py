@@ -199,7 +199,7 @@ def test_rows_are_judged_one_by_one(tmp_path: Path):
 
 def test_noise_in_the_engine_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="RolloutNoise changes them: remove the stages of EngineRefresh"):
-        run(tmp_path, refresh=EngineRefresh([RolloutNoise(10)]))
+        run(tmp_path, refresh=EngineRefresh([RolloutNoise(3)]))
 
 
 def test_a_learner_and_an_engine_of_two_models_are_not_compared():

@@ -23,21 +23,34 @@ from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
 from lqrl.quant.triton_use import tiles
 from lqrl.quant.triton_weight_only import dequantized_tile, kernel_arguments
 
-# (largest M, smallest N, tile), the first row that fits is taken; `k` counts bytes. Those of 256 rows are measured on
-# an H200, the others starting values.
-TILES: list[tuple[int, int, Tile]] = [
+# (largest M, smallest N, tile), the first row that fits is taken; `k` counts bytes. Those of bf16 at 256 rows are
+# measured on an H200, the others starting values.
+_FEW: list[tuple[int, int, Tile]] = [
     (64, 8192, Tile(64, 64, 128, 4, 6)),
     (64, 2048, Tile(64, 32, 256, 4, 4)),
     (64, 0, Tile(64, 16, 256, 4, 5)),
     (128, 8192, Tile(128, 64, 128, 4, 5)),
     (128, 0, Tile(64, 32, 256, 4, 4)),
+]
+_MANY: list[tuple[int, int, Tile]] = [
+    (1023, 0, Tile(128, 128, 128, 8, 4)),
+    (2**31, 0, Tile(128, 256, 128, 8, 4, tma=True)),
+]
+TILES: list[tuple[int, int, Tile]] = [
+    *_FEW,
     (256, 65536, Tile(128, 256, 128, 8, 4, tma=True)),
     (256, 16384, Tile(128, 128, 128, 8, 4, tma=True)),
     (256, 6144, Tile(64, 128, 128, 4, 4, tma=True)),
     (256, 4096, Tile(64, 64, 256, 4, 3)),
     (256, 0, Tile(64, 32, 256, 4, 4)),
-    (1023, 0, Tile(128, 128, 128, 8, 4)),
-    (2**31, 0, Tile(128, 256, 128, 8, 4, tma=True)),
+    *_MANY,
+]
+FP8_TILES: list[tuple[int, int, Tile]] = [
+    *_FEW,
+    (256, 8192, Tile(128, 128, 128, 8, 4)),
+    (256, 2048, Tile(128, 64, 128, 4, 4)),
+    (256, 0, Tile(64, 32, 256, 4, 4)),
+    *_MANY,
 ]
 FP32_TILE = Tile(64, 64, 32 * 4, 8, 2)
 
@@ -158,9 +171,9 @@ def scaled_linear(
         weight_scale: fp32, of N elements.
         bias: ``[N]`` or none.
         dtype: of the result, fp32 or bf16.
-        tile: how the product is cut; default: what `TILES` says.
+        tile: how the product is cut; default: what `FP8_TILES` says.
     """
-    tile = tile_for(TILES, len(x), len(weight)) if tile is None else tile
+    tile = tile_for(FP8_TILES, len(x), len(weight)) if tile is None else tile
     added = None if bias is None else bias.to(dtype).float()
     return _dense(x, weight, (x_scale.contiguous(), weight_scale.contiguous()), added, dtype, tile)
 
