@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lqrl.modeling.backbone import AttentionShape
+from lqrl.modeling.backbone import STATIC_ROPE, AttentionShape
 from lqrl.quant.fused import fuse_
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ Fused = Mapping[nn.Module, RowFn]
 """The product of several layers by the first of them."""
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def take_apart(model: PreTrainedModel, shapes: Mapping[int, AttentionShape], max
     """
     parts = _children(model.get_decoder(), {"embed_tokens", "layers", "norm", "rotary_emb"})
     config: Any = model.config
-    if config.rope_parameters.get("rope_type", "default") not in _STATIC_ROPE:
+    if config.rope_parameters.get("rope_type", "default") not in STATIC_ROPE:
         raise NotImplementedError("rotary frequencies that follow the length have no table")
     layers = [_layer(layer, shapes[i]) for i, layer in enumerate(parts["layers"].children())]
     rotary = _rotary_table(parts["rotary_emb"], next(parts["embed_tokens"].parameters()), max_positions)

@@ -153,8 +153,7 @@ def use_arithmetic_(model: PreTrainedModel, arithmetic: Arithmetic) -> int:
             module.forward = MethodType(_layer_with_wide_sums, module)
             changed += 1
         if new is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, new)
+            model.set_submodule(name, new)
             changed += 1
     return changed
 

@@ -18,6 +18,8 @@ from lqrl.modeling.sources import load_pretrained
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Types of rotary frequencies that are known not to follow the length."""
 # Settings that change the logits after the output head, with the values that mean "off".
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _SUPPORTED = "use a decoder whose layers all call the AttentionInterface (Llama, Mistral, Qwen2, Qwen3, Gemma)"

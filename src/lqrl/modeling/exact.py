@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lqrl.modeling.arithmetic import RMSNormFunction
+from lqrl.modeling.backbone import STATIC_ROPE
 from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.lora import LoraLinear
@@ -24,7 +25,6 @@ from lqrl.quant.methods.exact import exact_method
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
 _SUPPORTED = "exact mode runs Llama, Mistral, Qwen2 and Qwen3"
 
 
@@ -172,8 +172,7 @@ def _swap_(model: PreTrainedModel, linear: Callable[[str, Any], nn.Module]) -> i
             raise NotImplementedError(f"{name} ({type(module).__name__}) has no exact counterpart; {_SUPPORTED}")
     for name, module in replaced.items():
         new = linear(name, module) if isinstance(module, (nn.Linear, QuantizedLinear)) else module
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+        model.set_submodule(name, new)
     return len(replaced)
 
 
@@ -188,7 +187,7 @@ def _known(model: PreTrainedModel) -> tuple[set[type[nn.Module]], set[type[nn.Mo
     if type(model) not in models:
         raise NotImplementedError(f"{type(model).__name__}: {_SUPPORTED}; set exact to false")
     config: Any = model.config
-    if config.rope_parameters.get("rope_type", "default") not in _STATIC_ROPE:
+    if config.rope_parameters.get("rope_type", "default") not in STATIC_ROPE:
         raise NotImplementedError(f"{config.rope_parameters}: rotary frequencies that follow the length are not exact")
     return (
         {llama.LlamaRMSNorm, mistral.MistralRMSNorm, qwen2.Qwen2RMSNorm, qwen3.Qwen3RMSNorm},

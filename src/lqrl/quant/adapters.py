@@ -55,7 +55,7 @@ def add_adapters_(model: nn.Module, lora: Lora, *, export_dtype: torch.dtype, se
         assert isinstance(b, nn.Linear)
         if not isinstance(base, AlignedLinear):
             base = AlignedLinear(base, FullPrecision(), export_dtype)
-        _replace(model, name, kind(base, a, b, lora.scaling))
+        model.set_submodule(name, kind(base, a, b, lora.scaling))
     vars(model).pop("peft_config", None)  # no layer of peft's is left
     _share_scales(model)
     if lora.train_norms:
@@ -88,11 +88,6 @@ def _train_norms(model: nn.Module) -> None:
         parameter.requires_grad_(True)
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 @torch.no_grad()
 def attach_adapters_(model: nn.Module, lora: Lora, names: Iterable[str]) -> None:
     """Give the engine's layers room for adapters, in place; call it after `lqrl.quant.convert_`.
@@ -107,7 +102,7 @@ def attach_adapters_(model: nn.Module, lora: Lora, names: Iterable[str]) -> None
         if not isinstance(layer, QuantizedLinear):
             assert isinstance(layer, nn.Linear)
             layer = QuantizedLinear(layer, FullPrecision())
-            _replace(model, name, layer)
+            model.set_submodule(name, layer)
         layer.add_low_rank(lora.r, lora.scaling)
 
 

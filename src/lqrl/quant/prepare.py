@@ -60,9 +60,9 @@ def prepare_(
         module = _unswapped(model, name)
         if isinstance(module, nn.Linear):
             layers[name] = AlignedLinear(module, method, export_dtype, backward)
-            _replace(model, name, layers[name])
+            model.set_submodule(name, layers[name])
         else:
-            _replace(model, name, AlignedExperts(module, method, export_dtype, backward))
+            model.set_submodule(name, AlignedExperts(module, method, export_dtype, backward))
     if method.shares_amax:
         for group in sibling_groups(list(layers)):
             for name in group:
@@ -94,9 +94,9 @@ def convert_(model: nn.Module, scheme: QuantScheme) -> list[str]:
         shares = method.shares_amax and linears
         amax = shared_amax([linear.weight.detach() for linear in linears.values()]) if shares else None
         for name, linear in linears.items():
-            _replace(model, name, QuantizedLinear(linear, method, amax))
+            model.set_submodule(name, QuantizedLinear(linear, method, amax))
         for name in modules.keys() - linears.keys():
-            _replace(model, name, QuantizedExperts(modules[name], method))
+            model.set_submodule(name, QuantizedExperts(modules[name], method))
     return targets
 
 
@@ -162,8 +162,3 @@ def _unswapped(model: nn.Module, name: str) -> nn.Module:
             f"{name} is already a {type(module).__name__}: prepare_ and convert_ take an unswapped model, once"
         )
     return module
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
