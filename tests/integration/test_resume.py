@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,6 @@ def test_an_interrupted_run_leaves_a_checkpoint_that_resumes_exactly(tmp_path, n
     for line in process.stdout:
         if line.startswith("iteration 1"):
             break
-    time.sleep(0.05)
     process.send_signal(number)
     rest = process.stdout.read()
     process.wait(timeout=120)
@@ -161,7 +159,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_that_resumes_exactly(tmp_path, n
     stopped = json.loads((tmp_path / "trace.json").read_text())
     resumed = fit(tmp_path / "resumed", 4, resume=checkpoint)
     whole = fit(tmp_path / "whole", 4)
-    assert 2 <= len(stopped) < 12
+    assert len(stopped) == 2
     assert resumed.trace[0][0] == len(stopped)
     assert [e[1] for e in whole.trace[: len(stopped)]] == stopped
     head = make_module(Traced)

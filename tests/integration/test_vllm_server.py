@@ -29,6 +29,7 @@ from lqrl.engines.base import EngineSpec, RefreshError, StaleEngineError
 from lqrl.engines.vllm import VLLMServerEngine, VLLMServerEngineFactory
 from lqrl.engines.vllm.fleet import ReplicasLostError
 from lqrl.engines.vllm.partial import Partial
+from lqrl.engines.vllm.replica import Replica
 from lqrl.quant.scheme import QuantScheme
 from lqrl.quant.stream import StableTensors
 from lqrl.types import Completion, Prompt, SamplingParams
@@ -89,11 +90,21 @@ def version_of(url: str) -> str:
         return json.load(answer)["weight_version"]
 
 
+def replica_of(engine: VLLMServerEngine, url: str) -> Replica:
+    (replica,) = (replica for replica in engine._fleet.replicas if replica.url == url)
+    return replica
+
+
 def kill(engine: VLLMServerEngine, url: str, how: signal.Signals = signal.SIGKILL) -> None:
     """Signal a server and its workers."""
-    (replica,) = (replica for replica in engine._fleet.replicas if replica.url == url)
-    assert replica._process is not None
-    os.killpg(replica._process.group, how)
+    process = replica_of(engine, url)._process
+    assert process is not None
+    os.killpg(process.group, how)
+
+
+def generates(engine: VLLMServerEngine, url: str) -> bool:
+    """Whether requests of ``engine`` are under way; those for a version come one at a time."""
+    return len(replica_of(engine, url).peer._open) > 1
 
 
 def when(condition: Callable[[], bool], then: Callable[[], Any]) -> threading.Thread:
@@ -154,12 +165,9 @@ def test_weights_that_compute_nan_fail_the_refresh_and_a_good_one_follows(engine
 
 
 def test_a_server_that_is_killed_while_it_generates_costs_nothing(engine: VLLMServerEngine) -> None:
-    started = time.monotonic()
     whole = engine.generate(PROMPTS, LONG, seed=2)
-    seconds = time.monotonic() - started
     killed, other = engine.serving
-    killer = threading.Timer(seconds / 3, kill, (engine, killed))
-    killer.start()
+    killer = when(lambda: generates(engine, killed), lambda: kill(engine, killed))
     with pytest.warns(UserWarning, match=rf"{killed} is lost .* [1-9]\d* of its requests are to be redone, 1 of 2"):
         check_same(engine.generate(PROMPTS, LONG, seed=2), whole)
     killer.join()
@@ -190,8 +198,7 @@ def test_servers_that_are_killed_in_a_refresh_and_at_last_in_a_generation(engine
     assert outside.serving == [other]
     check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
 
-    killer = threading.Timer(0.3, kill, (engine, other))
-    killer.start()
+    killer = when(lambda: generates(outside, other), lambda: kill(engine, other))
     with pytest.warns(UserWarning, match="is lost"), pytest.raises(ReplicasLostError, match="no replica is left"):
         outside.generate(PROMPTS, LONG, seed=2)
     killer.join()

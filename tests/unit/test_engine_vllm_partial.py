@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import test_engine_vllm_server
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from test_engine_vllm_server import SPEC, engine_on, refreshed, weights
-from vllm_peers import VLLMPeer, sampled
+from vllm_peers import PATIENCE, VLLMPeer, sampled
 
 from lqrl.data.budget import UniformBudget
 from lqrl.engines.base import EngineFactory, StaleEngineError
@@ -32,6 +31,18 @@ start = test_engine_vllm_server.start
 
 PARAMS = SamplingParams(n=2, max_tokens=12)
 HALF = Partial(limit_fraction=0.5)
+WIDTH = 5  # the four samples of two prompts that are held back, and one more at a time
+
+
+def held(body: Any) -> int:
+    """What a server says that holds the first two of `prompts` back until they are continued."""
+    begins = len(body["prompt"]) == 3 and body["prompt"][0] in (5, 6)
+    return 1 + body["seed"] % 11 if begins else body["max_tokens"]
+
+
+def holding(peer: VLLMPeer) -> VLLMPeer:
+    peer.says = held
+    return peer
 
 
 def prompts(first: int, count: int = 4) -> list[Prompt]:
@@ -54,10 +65,7 @@ def drafts(engine: VLLMServerEngine) -> list[dict[str, Any]]:
 
 
 def test_every_sample_is_returned_once_whatever_was_cut(start: Start) -> None:
-    peers = start(), start()
-    engine = refreshed(*peers, partial=HALF)
-    for peer in peers:
-        peer.token_seconds = 0.03
+    engine = refreshed(holding(start()), holding(start()), partial=HALF, max_num_seqs=WIDTH)
     returned: list[tuple[Prompt, list[Completion]]] = []
     left = []
     for call in range(4):
@@ -69,7 +77,7 @@ def test_every_sample_is_returned_once_whatever_was_cut(start: Start) -> None:
         (10 * call + i, k) for call in range(4) for i in range(4) for k in range(2)
     ]
     assert all(named(group) == [(prompt.id, 0), (prompt.id, 1)] for prompt, group in returned)
-    assert min(left) > 0
+    assert min(left) >= 2
     assert all(len(c.token_ids) == 12 and c.finish_reason == "length" for _, group in returned for c in group)
     mixed = [c for _, group in returned for c in group if c.token_versions is not None]
     assert mixed
@@ -89,9 +97,8 @@ def _finish(engine: VLLMServerEngine, returned: list[tuple[Prompt, list[Completi
 
 
 def test_what_is_continued_has_its_tokens_and_the_rest_of_its_length(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer, partial=HALF, max_num_seqs=3)
-    peer.token_seconds = 0.03
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
     first = engine.generate_some(prompts(0), PARAMS, seed=3)
     kept = {(g["prompt"]["id"], draft["index"]): draft for g in engine.unfinished() for draft in g["drafts"]}
     renew(engine, 5)
@@ -100,7 +107,7 @@ def test_what_is_continued_has_its_tokens_and_the_rest_of_its_length(start: Star
     continued = [(c, kept[p.id, c.sample_index]) for p, group in second for c in group]
     assert before.isdisjoint(p.id for p, _ in second)
     cut = [(c, draft) for c, draft in continued if draft["finish_reason"] is None and draft["token_ids"]]
-    assert cut
+    assert len(cut) == 4
     for c, draft in cut:
         had = list(draft["token_ids"])
         (body,) = [b for b in peer.bodies[asked:] if b["prompt"][3:] == had and b["prompt"][0] == 5 + c.prompt_id]
@@ -114,37 +121,33 @@ def test_what_is_continued_has_its_tokens_and_the_rest_of_its_length(start: Star
 
 def test_a_call_ends_in_time_but_with_a_whole_group(start: Start) -> None:
     peer = start()
-    engine = refreshed(peer, partial=Partial(limit_s=0.01), max_num_seqs=2)
-    peer.token_seconds = 0.02
-    began = time.monotonic()
+    peer.says = lambda body: 12 if body["prompt"][0] == 5 else 3  # without a limit they would wait for ever
+    engine = refreshed(peer, partial=Partial(limit_s=0.01), max_num_seqs=3)
     groups = engine.generate_some(prompts(0, count=8), PARAMS, seed=0)
-    assert time.monotonic() - began < 8 * 12 * 0.02
-    assert 1 <= len(groups) <= 2
-    assert len(engine.unfinished()) == 8 - len(groups)
+    assert [named(group) for _, group in groups] == [[(0, 0), (0, 1)]]
+    assert len(engine.unfinished()) == 7
 
 
 def test_what_was_begun_long_ago_is_waited_for(start: Start) -> None:
     peer = start()
-    engine = refreshed(peer, partial=Partial(limit_s=0.01, max_lag=2), max_num_seqs=4)
-    peer.token_seconds = 0.03
-    engine.generate_some(prompts(0), PARAMS, seed=0)
-    old = {group["prompt"]["id"] for group in engine.unfinished() if any(d["token_ids"] for d in group["drafts"])}
-    assert old
+    # the first three of four prompts are cut off twice
+    peer.says = lambda body: 2 if body["prompt"][0] < 8 and len(body["prompt"]) < 3 + 4 else body["max_tokens"]
+    engine = refreshed(peer, partial=Partial(limit_s=0.01, max_lag=2), max_num_seqs=16)
     seen: list[set[int]] = []
-    for version in (5, 6):
+    for version in (4, 5, 6):
         renew(engine, version)
         groups = engine.generate_some(prompts(10 * version), PARAMS, seed=version)
         seen.append({p.id for p, _ in groups})
         assert min(c.policy_version for _, group in groups for c in group) >= version - 2
-    assert old <= seen[0] | seen[1]
+    assert seen == [{43}, {53}, {40, 41, 42, 63}]
 
 
 def test_a_validation_asks_for_its_own_prompts_alone(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer, partial=HALF, max_num_seqs=3)
-    peer.token_seconds = 0.03
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
     engine.generate_some(prompts(0), PARAMS, seed=0)
     kept = engine.unfinished()
+    peer.says = lambda body: body["max_tokens"]
     assert [named(group) for group in engine.generate(prompts(50, 2), PARAMS, seed=1)] == [
         [(50, 0), (50, 1)], [(51, 0), (51, 1)],
     ]  # fmt: skip
@@ -155,22 +158,21 @@ def test_a_validation_asks_for_its_own_prompts_alone(start: Start) -> None:
 
 
 def test_a_replica_that_dies_while_samples_are_cut_costs_nothing(start: Start) -> None:
-    dying, good = start(), start()
-    engine = refreshed(dying, good, partial=HALF)
-    dying.token_seconds = good.token_seconds = 0.03
+    dying, good = holding(start()), holding(start())
+    engine = refreshed(dying, good, partial=HALF, max_num_seqs=WIDTH)
     # it is told to stop, and does not answer
     dying.before = lambda route: dying.die() if route == "/pause" else None
     with pytest.warns(UserWarning, match=rf"{dying.url} is lost"):
         returned = engine.generate_some(prompts(0), PARAMS, seed=0)
+    good.says = lambda body: body["max_tokens"]
     _finish(engine, returned)
     assert sorted(named([c for _, group in returned for c in group])) == [(i, k) for i in range(4) for k in range(2)]
     assert all(len(c.token_ids) == 12 for _, group in returned for c in group)
 
 
 def test_a_call_that_fails_leaves_what_was_begun_as_it_was(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer, partial=HALF, max_num_seqs=3)
-    peer.token_seconds = 0.03
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
     engine.generate_some(prompts(0), PARAMS, seed=0)
     kept = engine.unfinished()
     peer.before = lambda route: (500, {}) if route == "/v1/completions" else None
@@ -191,20 +193,18 @@ def test_a_request_that_comes_late_is_cut_too(start: Start) -> None:
     """It is on its way while its server is told to stop."""
     peer = start()
     engine = refreshed(peer, partial=Partial(limit_fraction=0.25), max_num_seqs=8)
-    peer.token_seconds = 0.02
-    late, lock = iter([0.0] * 2 + [0.6] * 6), threading.Lock()
+    told = threading.Event()
+    peer.before = lambda route: told.set() if route == "/resume" else None
 
-    def delay(route: str) -> None:
-        if route == "/v1/completions":
-            with lock:
-                seconds = next(late, 0.0)
-            time.sleep(seconds)
+    def late(body: Any) -> int:
+        if body["prompt"][0] == 5:
+            return 12
+        assert told.wait(PATIENCE)
+        return 4
 
-    peer.before = delay
-    engine.generate_some(prompts(0), replace(PARAMS, max_tokens=12, n=(2, 2, 2, 2)), seed=0)
-    open_ = [draft for draft in drafts(engine) if draft["finish_reason"] is None]
-    assert open_
-    assert all(len(draft["token_ids"]) < 12 for draft in open_)
+    peer.says = late
+    engine.generate_some(prompts(0), PARAMS, seed=0)
+    assert [(draft["finish_reason"], len(draft["token_ids"])) for draft in drafts(engine)] == [(None, 4)] * 6
 
 
 # ---------------------------------------------------------------- drafts, checkpoints, options
@@ -233,9 +233,7 @@ def test_a_draft_grows_in_order_and_its_seed_with_it() -> None:
 
 
 def test_a_checkpoint_carries_what_was_begun(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer, partial=HALF, max_num_seqs=3)
-    peer.token_seconds = 0.03
+    engine = refreshed(holding(start()), partial=HALF, max_num_seqs=WIDTH)
     first = engine.generate_some([replace(p, fields={"level": 3}) for p in prompts(0)], PARAMS, seed=0)
     file = io.BytesIO()
     torch.save(engine.unfinished(), file)
@@ -285,9 +283,7 @@ class SecondIsRight(RewardFn):
 
 
 def test_the_batch_says_which_weights_drew_each_token_and_old_ones_are_refused(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer, partial=HALF, max_num_seqs=3)
-    peer.token_seconds = 0.03
+    engine = refreshed(holding(start()), partial=HALF, max_num_seqs=WIDTH)
     reward = RewardSum([RewardTerm(SecondIsRight(), "right")])
     options: dict[str, Any] = {"decode": str, "budget": UniformBudget(2), "pad_token_id": 0, "seed": 1}
     first = collect(engine, prompts(0), PARAMS, reward, oldest_version=4, **options)

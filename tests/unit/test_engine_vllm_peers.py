@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_peers import VLLMPeer
+from vllm_peers import PATIENCE, VLLMPeer
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.vllm import VLLMServerEngineFactory
@@ -27,7 +27,7 @@ from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 from lqrl.engines.vllm.transfer import read_weights, write_weights
 from lqrl.engines.vllm.wire import generated, request_body
 
-FAST = Patience(timeout_s=5, attempts=3, backoff_s=0.01)
+FAST = Patience(timeout_s=PATIENCE, attempts=3, backoff_s=0.01)
 
 
 @pytest.fixture
@@ -74,9 +74,11 @@ def test_a_refused_request_is_not_asked_again(server: VLLMPeer) -> None:
 
 
 def test_a_server_that_is_gone_or_silent_is_lost(server: VLLMPeer) -> None:
-    server.before = lambda route: time.sleep(1) if route == "/health" else None
+    released = threading.Event()
+    server.before = lambda route: (released.wait(PATIENCE), None)[1] if route == "/health" else None
     with pytest.raises(PeerLost, match="timed out"):
         Peer(server.url, Patience(timeout_s=0.1, attempts=2, backoff_s=0)).get("/health")
+    released.set()
     server.close()
     with pytest.raises(PeerLost, match=r"in 3 attempts: ConnectionRefusedError"):
         Peer(server.url, FAST).get("/weight_info")
@@ -85,16 +87,20 @@ def test_a_server_that_is_gone_or_silent_is_lost(server: VLLMPeer) -> None:
 
 
 def test_an_interrupt_cuts_a_request_and_its_retries(server: VLLMPeer) -> None:
-    over = threading.Event()
-    server.before = lambda route: time.sleep(3)
-    peer = Peer(server.url, Patience(timeout_s=60, attempts=5, backoff_s=60))
-    timer = threading.Timer(0.2, lambda: (over.set(), peer.interrupt()))
-    timer.start()
+    over, released = threading.Event(), threading.Event()
+    peer = Peer(server.url, Patience(timeout_s=2 * PATIENCE, attempts=5, backoff_s=2 * PATIENCE))
+
+    def interrupt(route: str) -> None:
+        over.set()
+        peer.interrupt()
+        released.wait(2 * PATIENCE)
+
+    server.before = interrupt
     started = time.monotonic()
     with pytest.raises(PeerLost):
         peer.post("/pause", {}, give_up=over)
-    assert time.monotonic() - started < 2
-    timer.join()
+    assert time.monotonic() - started < PATIENCE
+    released.set()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
@@ -150,15 +156,18 @@ def test_every_request_is_answered_once_or_nobody_is_left(count: int, servers: l
 
 def test_requests_that_a_lost_server_had_go_to_one_that_waits() -> None:
     """The second has answered everything else when the first is lost."""
-    held = threading.Event()
+    has_one, asked = threading.Event(), Counter()
 
     def ask(server: int, request: int, over: threading.Event) -> int:
-        if server == 0:
-            held.wait(10)
-            raise PeerLost("it hung")
-        if request == 3:
-            threading.Timer(0.1, held.set).start()
-        return server
+        asked[server] += 1
+        if server == 1:
+            assert has_one.wait(PATIENCE)
+            return 1
+        has_one.set()
+        while asked[1] < 3:
+            time.sleep(0.001)
+        time.sleep(0.1)  # until the other waits
+        raise PeerLost("it hung")
 
     shares = share(range(4), [Mortal(1, 0), Mortal(1, 0)], ask)
     assert shares.answers == dict.fromkeys(range(4), 1)
@@ -171,13 +180,13 @@ def test_another_error_ends_everything() -> None:
     def ask(server: int, request: int, over: threading.Event) -> int:
         if request == 2:
             raise RuntimeError("a bad request")
-        over.wait(10)
+        over.wait(2 * PATIENCE)
         return 0
 
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="a bad request"):
         share(range(8), mortals, ask)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < PATIENCE
     assert all(mortal.interrupts for mortal in mortals)
 
 
@@ -192,12 +201,17 @@ def _interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_does_not_wait_for_answers() -> None:
     mortals = [Mortal(2, 9), Mortal(2, 9)]
-    timer = threading.Timer(0.2, _thread.interrupt_main)
-    timer.start()
+    begun = threading.Barrier(4)
+
+    def ask(server: int, request: int, over: threading.Event) -> bool:
+        if begun.wait(PATIENCE) == 0:
+            _thread.interrupt_main()
+        return over.wait(2 * PATIENCE)
+
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        share(range(8), mortals, lambda server, request, over: over.wait(20))
-    assert time.monotonic() - started < 5
+        share(range(8), mortals, ask)
+    assert time.monotonic() - started < PATIENCE
     assert all(mortal.interrupts for mortal in mortals)
 
 

@@ -24,7 +24,7 @@ def score(reward: MathReward, answer: str | None, *texts: str) -> list[float | N
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[MathReward]:
-    reward = MathReward(workers=1, timeout=1.0)
+    reward = MathReward(workers=1, timeout=5.0)
     yield reward
     reward.pool.close()
 
@@ -65,7 +65,7 @@ def test_an_answer_that_never_ends_is_killed_and_scores_0(reward: MathReward) ->
     timeouts, start = reward.pool.timeouts, time.monotonic()
     assert score(reward, "18", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{18.00}") == [0, 1]
     assert reward.pool.timeouts == timeouts + 1
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     assert not alive(before)
     assert reward.pool.process_ids != [before]
 
@@ -139,7 +139,7 @@ def echo_pool(tmp_path: Path, body: str, **options: float) -> WorkerPool:
         "for line in sys.stdin:\n"
         "    request = json.loads(line)\n" + body
     )
-    return WorkerPool(script, [], workers=2, timeout=options.get("timeout", 5.0), start_timeout=30.0)
+    return WorkerPool(script, [], workers=2, timeout=options.get("timeout", 60.0), start_timeout=60.0)
 
 
 def test_replies_come_in_the_order_of_the_requests(tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def test_replies_come_in_the_order_of_the_requests(tmp_path: Path) -> None:
 
 def test_a_crash_is_told_from_a_timeout(tmp_path: Path) -> None:
     body = "    time.sleep(request['wait'])\n    sys.exit() if request['die'] else print(line, end='', flush=True)\n"
-    pool = echo_pool(tmp_path, body, timeout=0.4)
+    pool = echo_pool(tmp_path, body, timeout=3.0)
     fine = {"wait": 0, "die": False}
-    assert pool.map([{"wait": 9, "die": False}, {"wait": 0, "die": True}, fine]) == ["timeout", "crash", fine]
+    assert pool.map([{"wait": 60, "die": False}, {"wait": 0, "die": True}, fine]) == ["timeout", "crash", fine]
     assert (pool.timeouts, pool.crashes) == (1, 1)
     pool.close()
 

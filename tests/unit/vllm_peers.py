@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +16,9 @@ from lqrl.engines.vllm.served import ServedModel, described
 from lqrl.engines.vllm.transfer import read_weights
 
 Answer = tuple[int, Any]
+
+PATIENCE = 60
+"""Seconds for what cannot fail to come; a machine may be slow."""
 
 
 def sampled(seed: int, count: int) -> list[int]:
@@ -43,8 +45,8 @@ class VLLMPeer:
         held: digest of the weights that came last.
         load_result: changes what ``lqrl_load`` says.
         keeps_prefixes, says_nan: faults of a refresh.
-        seconds: of a completion.
-        token_seconds: of each of its tokens, between which it can be cut.
+        says: called with the body of every completion; how many of its tokens there are before it waits to be cut off.
+            It need not return at once.
         bodies: of the completions that were asked.
     """
 
@@ -56,10 +58,12 @@ class VLLMPeer:
         self.held = ""
         self.load_result: dict[str, Any] = {}
         self.keeps_prefixes = self.says_nan = self.paused = False
-        self.seconds = self.token_seconds = 0.0
+        self.says: Callable[[Any], int] = lambda body: body["max_tokens"]
         self.bodies: list[Any] = []
         self._cuts = 0
         self._lock, self._dead = threading.Lock(), False
+        self._changed = threading.Condition()  # it was paused, resumed, or died
+        self._closed = threading.Event()
         self.facts = {
             "vllm": "0.32.0",
             "platform": "cuda",
@@ -83,13 +87,24 @@ class VLLMPeer:
 
     def die(self) -> None:
         """Answer nobody any more, those who wait included."""
-        self._dead = True
+        with self._changed:
+            self._dead = True
+            self._changed.notify_all()
         threading.Thread(target=self.close).start()
 
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
+        self._closed.set()
+
+    def gone(self) -> None:
+        """Wait until nothing listens on its port."""
+        assert self._closed.wait(PATIENCE)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._dead or condition(), PATIENCE)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         peer = self
@@ -130,16 +145,17 @@ class VLLMPeer:
             self.version = body["new_version"]
             return 200, {"success": True}
         if route in ("/pause", "/resume"):
-            self.paused = route == "/pause"
-            self._cuts += self.paused
+            with self._changed:
+                self.paused = route == "/pause"
+                self._cuts += self.paused
+                self._changed.notify_all()
             return 200, {"status": route}
         if route == "/reset_prefix_cache":
             return 200, {"success": not self.keeps_prefixes}
         if route == "/collective_rpc":
             return 200, {"results": [self._worker(body["method"], *body["args"])]}
         if route == "/v1/completions":
-            while self.paused and not self._dead:
-                time.sleep(0.005)
+            self._wait(lambda: not self.paused)
             return 200, self._completion(body)
         return 404, {"detail": "Not Found"}
 
@@ -160,12 +176,11 @@ class VLLMPeer:
 
     def _completion(self, body: Any) -> Any:
         self.bodies.append(body)
-        time.sleep(self.seconds)
-        tokens, said, cuts = sampled(body.get("seed", 0), body["max_tokens"]), 0, self._cuts
-        while said < len(tokens) and self._cuts == cuts:
-            time.sleep(self.token_seconds)
-            said += 1
-        finish, tokens = "length" if said == len(tokens) else "abort", tokens[:said]
+        tokens = sampled(body.get("seed", 0), body["max_tokens"])[: self.says(body)]
+        finish = "length"
+        if len(tokens) < body["max_tokens"]:
+            finish, cuts = "abort", self._cuts
+            self._wait(lambda: self._cuts > cuts)
         logprob = -9999.0 if self.says_nan else -0.5
         return {
             "choices": [
