@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -40,7 +41,8 @@ from lqrl.engines.vllm.arguments import engine_arguments
 from lqrl.engines.vllm.fleet import ReplicasLostError
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Partial
-from lqrl.engines.vllm.peer import Patience, Peer
+from lqrl.engines.vllm.peer import Patience
+from lqrl.engines.vllm.replica import Replica
 from lqrl.engines.vllm.served import ServedModel
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.export import export_weights
@@ -100,7 +102,9 @@ class Server:
 
     def pretend(self, version: str) -> None:
         """Have it say that its weights are another version."""
-        Peer(self.process.url, Patience(30)).post("/update_weight_version", {"new_version": version})
+        replica = Replica(self.process.url, Patience(30), width=1)
+        replica.facts()  # tells how a version is said to this vLLM
+        replica.stamp(version)
 
 
 class Bench:
@@ -127,7 +131,7 @@ class Bench:
         cpu = self.spec.device.type == "cpu"
         options = VLLMEngineFactory(
             max_num_seqs=4,
-            kv_cache_bytes=2**24 if cpu else None,
+            kv_cache_bytes=2**24,  # without it vLLM measures what is free, which the other server changes
             gpu_memory_utilization=None if cpu else 0.05,
             engine_args={"enforce_eager": True},
         )
@@ -175,16 +179,19 @@ def disturbed(
     engine, server = bench.restored(**options), bench.servers[0]
     if share is None:
         disturb(server)
-    timer = threading.Timer((share or 0) * bench.undisturbed, disturb, (server,))
-    with warnings.catch_warnings(record=True) as said:
+
+    def later(share: float) -> None:
+        time.sleep(share * bench.undisturbed)
+        disturb(server)
+
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         started = time.monotonic()
-        if share is not None:
-            timer.start()
+        done = None if share is None else pool.submit(later, share)
         groups = bench.generate(engine)
         seconds = time.monotonic() - started
-    if share is not None:
-        timer.join()
+        if done is not None:
+            done.result()
     lost = [str(each.message) for each in said if "is lost" in str(each.message)]
     redone = sum(int(count) for text in lost for count in re.findall(r"(\d+) of its requests", text))
     followed = "reported as lost, its samples redone by the other" if lost else "asked again, nobody is lost"
@@ -254,8 +261,14 @@ def in_a_refresh(bench: Bench, route: bytes | None, **options: Any) -> Outcome:
             bench.refresh(engine, killing())
         except RefreshError:
             followed, redone = _after_a_failure(bench, engine), "the refresh, by the caller"
+    _check_killed(server)
     seconds, left = time.monotonic() - started, len(engine.serving)
     return Outcome(followed, bench.generate(engine), redone, left, seconds)
+
+
+def _check_killed(server: Server) -> None:
+    if not server.process.ended:
+        raise RuntimeError("nobody was killed")
 
 
 def _after_a_failure(bench: Bench, engine: VLLMServerEngine) -> str:
@@ -278,6 +291,7 @@ def killed_before_a_cut(bench: Bench) -> Outcome:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         some = engine.generate_some(PROMPTS, PARAMS, seed=SEED)
+    _check_killed(server)
     left, kept = len(engine.serving), sum(len(d["token_ids"]) for g in engine.unfinished() for d in g["drafts"])
     redone = sum(int(n) for each in said for n in re.findall(r"(\d+) of its requests", str(each.message)))
     server.proxy.watch = lambda request: None
@@ -297,7 +311,7 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {
     "both killed while they generate": both_killed,
     "killed while it loads a refresh": lambda b: in_a_refresh(b, b"lqrl_load"),
     "killed after it has loaded a refresh": lambda b: in_a_refresh(b, b"/reset_prefix_cache"),
-    "killed before it gets its version": lambda b: in_a_refresh(b, b'"new_version": "%d-' % (b.version + 2)),
+    "killed before it gets its version": lambda b: in_a_refresh(b, b'"%d-' % (b.version + 2)),
     "killed in a refresh layer by layer": lambda b: in_a_refresh(b, None, stream_refresh=True, count_changes=False),
     "killed when partial samples are cut off": killed_before_a_cut,
     "its connections dropped": cut_connections,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -85,14 +83,13 @@ def check_same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
         assert x.finish_reason == y.finish_reason
 
 
-def version_of(url: str) -> str:
-    with urlopen(f"{url}/weight_info", timeout=10) as answer:
-        return json.load(answer)["weight_version"]
-
-
 def replica_of(engine: VLLMServerEngine, url: str) -> Replica:
     (replica,) = (replica for replica in engine._fleet.replicas if replica.url == url)
     return replica
+
+
+def version_of(engine: VLLMServerEngine, url: str) -> str:
+    return replica_of(engine, url).version()
 
 
 def kill(engine: VLLMServerEngine, url: str, how: signal.Signals = signal.SIGKILL) -> None:
@@ -141,7 +138,7 @@ def test_there_and_back_is_the_same_engine(engine: VLLMServerEngine) -> None:
         reports.append(engine.update_weights(stream(seed), policy_version=version))
         said.append(engine.generate(PROMPTS, SHORT, seed=1))
         assert {c.policy_version for c in flat(said[-1])} == {version}
-        assert {version_of(url) for url in engine.serving} == {f"{version}-{reports[-1].digest[:16]}"}
+        assert {version_of(engine, url) for url in engine.serving} == {f"{version}-{reports[-1].digest[:16]}"}
     there, other, back = reports
     assert there.digest == back.digest != other.digest
     assert (other.codes_changed_fraction > 0.9) == SPEC.scheme.quantizes
@@ -156,7 +153,7 @@ def test_weights_that_compute_nan_fail_the_refresh_and_a_good_one_follows(engine
         engine.update_weights(huge, policy_version=6)
     with pytest.raises(StaleEngineError, match="its last refresh failed"):
         engine.generate(PROMPTS, SHORT, seed=1)
-    assert {version_of(url) for url in engine.serving} == {"none"}
+    assert {version_of(engine, url) for url in engine.serving} == {"none"}
     engine.update_weights(stream(), policy_version=7)
     check_same(engine.generate(PROMPTS, SHORT, seed=1), said)
 
@@ -188,13 +185,13 @@ def test_servers_that_are_killed_in_a_refresh_and_at_last_in_a_generation(engine
     # The other one has loaded its weights when the first is killed, whose answer is still to come.
     def halt() -> None:
         kill(engine, killed, signal.SIGSTOP)
-        when(lambda: version_of(other) == "none", lambda: (time.sleep(0.5), kill(engine, killed)))
+        when(lambda: version_of(outside, other) == "none", lambda: (time.sleep(0.5), kill(engine, killed)))
 
     halted = when(lambda: any(directory.glob("*/weights.json")), halt)
     with pytest.warns(UserWarning, match=rf"failed on 1 of 2 replicas: {killed}.*done again with the other 1"):
         outside.update_weights(stream(), policy_version=7)
     halted.join()
-    assert version_of(other).startswith("7-")
+    assert version_of(outside, other).startswith("7-")
     assert outside.serving == [other]
     check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
 
