@@ -287,7 +287,8 @@ def test_a_patch_is_bound_to_platform_and_version() -> None:
     (patch,) = (p for p in PATCHES if p.name == "onednn-keeps-scales")
     assert patch.applies("0.32.0", "cpu")
     assert not patch.applies("0.32.0", "cuda")
-    assert not patch.applies("0.31.0", "cpu")
+    assert patch.applies("0.26.0", "cpu")
+    assert not patch.applies("0.25.9", "cpu")
     assert not patch.applies("0.33.0", "cpu")
 
 

@@ -97,7 +97,7 @@ PATCHES = (
         name="onednn-keeps-scales",
         defect="an int8 layer's oneDNN handler points to scales that a reload frees: its outputs become NaN",
         platform="cpu",
-        first=(0, 32),
+        first=(0, 26),
         last=(0, 32),
         install=_keep_onednn_scales,
     ),
