@@ -35,6 +35,7 @@ from lqrl.engines.vllm.replica import Replica
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, sampling_fields
 from lqrl.engines.vllm.rounding import vllm_arithmetic
 from lqrl.engines.vllm.served import ServedModel, check_spec
+from lqrl.engines.vllm.transfer import Route, this_machine
 from lqrl.engines.vllm.versions import device_type, import_vllm
 from lqrl.types import Completion, Prompt, SamplingParams
 
@@ -60,8 +61,8 @@ class VLLMServerEngine(GuardedEngine):
         ImportError: without vLLM, when servers are to be started.
         RuntimeError: for a vLLM that is not tested or finds no device, or a server that does not start, does not answer
             or holds another model.
-        ValueError: when vLLM has no such format, the first server cannot be refreshed, or an option is unknown or
-            decided elsewhere.
+        ValueError: when vLLM has no such format, the first server cannot be refreshed, an option is unknown or
+            decided elsewhere, or ``transport`` has no GPU on one side.
         NotImplementedError: for exact mode, adapters beside the weights, or several ranks.
     """
 
@@ -99,6 +100,13 @@ class VLLMServerEngine(GuardedEngine):
             replicas, platform = [], device_type()
             if not platform:
                 raise RuntimeError("the installed vLLM finds no device here; install its CPU build, or give urls")
+        through_gpu = options.transport == "cuda_ipc"
+        if through_gpu and not spec.device.type == platform == "cuda":
+            raise ValueError(
+                f"VLLMServerEngineFactory.transport: cuda_ipc goes from GPU to GPU, the learner is on "
+                f"{spec.device.type} and the servers on {platform}; set transport: files"
+            )
+        self._route = Route(options.transfer_directory, options.stream_refresh, spec.device if through_gpu else None)
         self.arithmetic = vllm_arithmetic(platform, options.each)
         # What vLLM is asked for depends on where the servers run, not on where the learner does.
         there = replace(spec, device=torch.device(platform))
@@ -106,7 +114,8 @@ class VLLMServerEngine(GuardedEngine):
         check_dtype(spec.scheme, spec.dtype, platform)
         if not options.urls:
             replicas = self._processes(there, served)
-        self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version))
+        machine = this_machine() if through_gpu else None
+        self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version, machine))
         return served
 
     def _processes(self, spec: EngineSpec, served: ServedModel) -> list[Replica]:
@@ -263,7 +272,7 @@ class VLLMServerEngine(GuardedEngine):
     def _load_once(self, received: Mapping[str, Tensor], policy_version: int) -> str:
         """Both phases on all replicas: new weights, then, when all hold the same, their version."""
         stream = self.served.checkpoint_stream(received)
-        loaded = self._fleet.load(stream, self._probe, self.options.transfer_directory, self.options.stream_refresh)
+        loaded = self._fleet.load(stream, self._probe, self._route)
         check_loaded(loaded.missed, self.served.may_miss)
         said = struct.pack(f"{len(loaded.said)}d", *loaded.said)
         digest = sha1(loaded.digest.encode() + said, usedforsecurity=False).hexdigest()

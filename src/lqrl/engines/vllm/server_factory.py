@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from lqrl.engines.base import EngineFactory, EngineSpec
 from lqrl.engines.vllm.factory import VLLMEngineFactory
@@ -30,8 +30,12 @@ class VLLMServerEngineFactory(EngineFactory):
         stream_refresh: load each layer as it comes, so that the learner has one layer of what is sent in main memory at
             once, and ``transfer_directory`` two. Otherwise nothing is loaded before all is there and checked; either
             way the engine refuses after a faulty stream.
-        transfer_directory: where weights are put on their way, a directory that all servers see under the same name.
-            ``None`` is this machine's for temporary files.
+        transport: how weights go to the servers. ``files``: through ``transfer_directory``. ``cuda_ipc``: through two
+            buffers of 256 MiB on the learner's GPU, which workers on GPUs of the same machine open
+            (`lqrl.engines.vllm.staging`). They load what is sent as it comes: with ``stream_refresh`` before all is
+            there and checked, otherwise after that.
+        transfer_directory: where weights are put on their way, a directory that all servers see under the same name;
+            with ``cuda_ipc`` what describes them. ``None`` is this machine's for temporary files.
         partial: end a learner's call before all samples are finished, keep them, and continue them in its next call,
             under the weights that serve then. ``None`` waits for all.
         timeout_s: seconds without a byte of an answer, until a request has failed.
@@ -54,6 +58,7 @@ class VLLMServerEngineFactory(EngineFactory):
     engine_args: dict[str, Any] = field(default_factory=dict)
     allow_untested_version: bool = False
     stream_refresh: bool = False
+    transport: Literal["files", "cuda_ipc"] = "files"
     transfer_directory: str | None = None
     partial: Partial | None = None
     timeout_s: float = 600.0
@@ -68,6 +73,8 @@ class VLLMServerEngineFactory(EngineFactory):
         for name in ("timeout_s", "start_timeout_s"):
             if self.__dict__[name] <= 0:
                 raise ValueError(f"VLLMServerEngineFactory.{name} must be above 0, got {self.__dict__[name]}")
+        if self.transport not in ("files", "cuda_ipc"):
+            raise ValueError(f"VLLMServerEngineFactory.transport is files or cuda_ipc, got {self.transport!r}")
         for option in fields(self) if self.urls else ():
             if option.name in _OF_STARTED and self.__dict__[option.name] not in (option.default, [], {}):
                 raise ValueError(
