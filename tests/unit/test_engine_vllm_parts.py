@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,24 @@ def test_a_reader_that_ends_stops_the_sender(tmp_path: Path) -> None:
     with pytest.raises(ReadersEnded, match="before it had read all"):
         send_parts(layer_files(layers()), tmp_path, readers=1, ended=over.is_set)
     thread.join()
+
+
+def test_a_reader_that_fails_ends_the_sender_and_the_others(tmp_path: Path) -> None:
+    """As workers of one server, which answers when all of them have ended."""
+    announce_parts(tmp_path, 60)
+
+    def fail() -> None:
+        with closing(read_weights(tmp_path)) as stream:
+            next(stream), next(stream)
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(2) as pool:
+        other, failing = pool.submit(lambda: list(read_weights(tmp_path))), pool.submit(fail)
+        with pytest.raises(ReadersEnded, match="before it had read all"):
+            send_parts(layer_files(layers()), tmp_path, readers=2, ended=never)
+        assert isinstance(failing.exception(timeout=5), ZeroDivisionError)
+        with pytest.raises(RefreshError, match="the learner stopped before part"):
+            other.result(timeout=5)
 
 
 # ---------------------------------------------------------------- engines

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lqrl.engines.base import RefreshError
 
 _PLAN = "parts.json"  # makes a directory one of parts; says how long a reader waits for the next
 _END, _FAILED = "end", "failed"
+_LEFT = "left"  # of a reader that reads no more; the others of its server would wait for what does not come
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _LOOK_S = 0.0005
 
@@ -92,10 +94,15 @@ def read_parts(
     """
     patience_s = json.loads((directory / _PLAN).read_text(encoding="utf-8"))["patience_s"]
     reader, number = uuid4().hex, 0
-    while (path := _next_part(directory, number, patience_s)) is not None:
-        yield from (read or _read_file)(path)
-        path.with_suffix(f".{reader}.read").touch()
-        number += 1
+    try:
+        while (path := _next_part(directory, number, patience_s)) is not None:
+            yield from (read or _read_file)(path)
+            path.with_suffix(f".{reader}.read").touch()
+            number += 1
+    except BaseException:
+        with suppress(OSError):  # the learner may have taken the directory away
+            (directory / f"{reader}.{_LEFT}").touch()
+        raise
 
 
 def layer_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Part]:
@@ -143,7 +150,7 @@ def _await_readers(part: Path | None, readers: int, ended: Callable[[], bool]) -
     if part is None:
         return
     while len(acknowledged := list(part.parent.glob(f"{part.stem}.*.read"))) < readers:
-        if ended():
+        if ended() or any(part.parent.glob(f"*.{_LEFT}")):
             raise ReadersEnded("a worker ended before it had read all weights")
         time.sleep(_LOOK_S)
     for path in (part, *acknowledged):

@@ -116,9 +116,7 @@ def write_weights(weights: Iterable[tuple[str, Tensor]], directory: Path, *, fil
     (directory / _CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
 
 
-def read_weights(
-    directory: Path, device: torch.device | None = None
-) -> Generator[tuple[str, Tensor], None, None]:
+def read_weights(directory: Path, device: torch.device | None = None) -> Generator[tuple[str, Tensor], None, None]:
     """What `write_weights` wrote, or `under_way` is sending, in the order it came.
 
     Args:
