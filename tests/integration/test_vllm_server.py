@@ -341,7 +341,7 @@ def test_weights_through_the_gpus_memory_give_the_same_engines(engine: VLLMServe
         memory = outside.update_weights(stream(seed), policy_version=version)
         assert (memory.digest, memory.elements) == (files.digest, files.elements)
         check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
-        assert {version_of(url) for url in outside.serving} == {f"{version}-{memory.digest[:16]}"}
+        assert {r.version() for r in outside._fleet.serving} == {f"{version}-{memory.digest[:16]}"}
     with pytest.raises(RefreshError, match="missing: model"):
         outside.update_weights([w for w in stream() if w[0] != "model.norm.weight"], policy_version=7)
     with pytest.raises(StaleEngineError, match="its last refresh failed"):
