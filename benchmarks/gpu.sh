@@ -12,7 +12,7 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(mkdir -p "$1" && cd "$1" && pwd)"
 shift
-ALL="tests memory_tests exact refresh cost decode gemm rollout learner memory iteration vllm_tests vllm_refresh mismatch"
+ALL="tests memory_tests exact refresh cost decode gemm rollout learner memory iteration vllm_tests vllm_refresh vllm_transport mismatch"
 parts="${*:-$ALL}"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -64,7 +64,7 @@ for name in $parts; do
     memory_tests)
         # Free memory is the card's: these tests are skipped beside others.
         part memory_tests 150 python3 -m pytest -v -m gpu --tb=short -p no:cacheprovider \
-            tests/unit/test_engine_memory.py tests/unit/test_optimizer_offload.py
+            tests/unit/test_engine_memory.py tests/unit/test_optimizer_offload.py tests/unit/test_engine_vllm_staging.py
         LQRL_TEST_ACCELERATOR=cuda part memory_runs 90 python3 -m pytest -v --tb=short -p no:cacheprovider \
             tests/integration/test_memory.py
         ;;
@@ -87,6 +87,10 @@ for name in $parts; do
     vllm_refresh)
         part vllm_refresh 560 python3 benchmarks/vllm_refresh.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 540 \
             --rows "$out/vllm_refresh.jsonl"
+        ;;
+    vllm_transport)
+        part vllm_transport 560 python3 benchmarks/vllm_transport.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 540 \
+            --rows "$out/vllm_transport.jsonl"
         ;;
     mismatch)
         vllm=(${VLLM_PATH:+--vllm-path "$VLLM_PATH"})

@@ -322,3 +322,61 @@ def test_a_streamed_refresh_gives_the_same_engines(engine: VLLMServerEngine) -> 
     outside.update_weights(weights, policy_version=8)
     assert outside.serving == [other]
     check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+
+
+# ---------------------------------------------------------------- a refresh through the GPU's memory
+
+shares_memory = pytest.mark.skipif(DEVICE.type == "cpu", reason="shares a GPU's memory")
+
+
+def over_cuda_ipc(urls: list[str], **options: Any) -> VLLMServerEngine:
+    return VLLMServerEngineFactory(urls=urls, transport="cuda_ipc", **OPTIONS, **options)(SPEC)
+
+
+@shares_memory
+@pytest.mark.parametrize("streams", [False, True])
+def test_weights_through_the_gpus_memory_give_the_same_engines(engine: VLLMServerEngine, streams: bool) -> None:
+    outside = over_cuda_ipc(engine.serving, stream_refresh=streams, count_changes=not streams)
+    said: list[list[Completion]] = []
+    for version, seed in enumerate((1, 0)):
+        files = engine.update_weights(stream(seed), policy_version=version)
+        said = engine.generate(PROMPTS, SHORT, seed=1)
+        engine.update_weights(stream(2), policy_version=9)
+        memory = outside.update_weights(stream(seed), policy_version=version)
+        assert (memory.digest, memory.elements) == (files.digest, files.elements)
+        check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+        assert {r.version() for r in outside._fleet.serving} == {f"{version}-{memory.digest[:16]}"}
+    with pytest.raises(RefreshError, match="missing: model"):
+        outside.update_weights([w for w in stream() if w[0] != "model.norm.weight"], policy_version=7)
+    with pytest.raises(StaleEngineError, match="its last refresh failed"):
+        outside.generate(PROMPTS, SHORT, seed=1)
+    outside.update_weights(stream(), policy_version=8)
+    check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+
+
+@shares_memory
+def test_a_server_that_is_killed_while_it_reads_the_gpus_memory(engine: VLLMServerEngine, tmp_path: Path) -> None:
+    said, (killed, other) = engine.generate(PROMPTS, SHORT, seed=1), engine.serving
+    outside = over_cuda_ipc([killed, other], transfer_directory=str(tmp_path))
+    killer = when(lambda: any(tmp_path.glob("*/parts.json")), lambda: kill(engine, killed))
+    with pytest.warns(UserWarning, match=rf"replicas: .*{killed}.*done again with the other 1"):
+        outside.update_weights(stream(), policy_version=6)
+    killer.join()
+    assert outside.serving == [other]
+    check_same(outside.generate(PROMPTS, SHORT, seed=1), said)
+
+
+@shares_memory
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("cards", ["1", "0,1"])
+def test_the_gpus_memory_is_read_by_servers_on_other_gpus(engine: VLLMServerEngine, cards: str) -> None:
+    said = engine.generate(PROMPTS, SHORT, seed=1)
+    options: dict[str, Any] = OPTIONS | OF_SERVERS | {"cards": [cards]}
+    elsewhere = VLLMServerEngineFactory(**options, transport="cuda_ipc")(replace(SPEC, device=torch.device("cuda", 0)))
+    try:
+        memory = elsewhere.update_weights(stream(), policy_version=1)
+        check_same(elsewhere.generate(PROMPTS, SHORT, seed=1), said)
+        files = VLLMServerEngineFactory(urls=elsewhere.serving, **OPTIONS)(SPEC)
+        assert files.update_weights(stream(), policy_version=1).digest == memory.digest
+    finally:
+        elsewhere.close()

@@ -1,8 +1,12 @@
-// The virtual memory calls of libcuda.so.1 on main memory, as strict as the driver about their order: reserved ranges
-// cannot be touched, physical memory is a file that is mapped into them, and the last one to hold it frees it.
+// The calls of libcuda.so.1 for virtual and for shared memory, on main memory, as strict as the driver about their order:
+// reserved ranges cannot be touched, physical memory is a file that is mapped into them, and the last to hold it frees it.
+// Shared memory is a file, too, which other processes open by the number of its owner. A copy arrives when it is waited for.
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -15,9 +19,14 @@ typedef struct { int type, handle_types; Location location; void *metadata; unsi
 typedef struct { Location location; int flags; } Access;
 typedef struct { int file, holders; size_t size; } Physical;
 typedef struct { u64 address; size_t size; int physical; } Mapping;
+typedef struct { union { struct { int process, file; size_t size; } of; char reserved[64]; }; } Handle;
+typedef struct { u64 address; Handle handle; int opened; } Shared;
 
 static Physical physicals[MOST];
 static Mapping mappings[MOST], ranges[MOST];  // free when their size is 0
+static Shared shared[MOST];  // free when their address is 0
+static struct { void *target, *data; size_t size; } queue[MOST];
+static int queued;
 static size_t total = (size_t)1 << 28;
 static const char *fails = "";
 static int code, countdown;
@@ -29,7 +38,12 @@ void fake_total(size_t bytes) { total = bytes; }
 void fake_fail(const char *name, int with, int after) { fails = name, code = with, countdown = after; }
 int fake_ranges(void) { int n = 0; for (int i = 0; i < MOST; i++) n += ranges[i].size > 0; return n; }
 int fake_mappings(void) { int n = 0; for (int i = 0; i < MOST; i++) n += mappings[i].size > 0; return n; }
-size_t fake_live(void) { size_t n = 0; for (int i = 0; i < MOST; i++) n += physicals[i].size; return n; }
+int fake_opened(void) { int n = 0; for (int i = 0; i < MOST; i++) n += shared[i].address && shared[i].opened; return n; }
+size_t fake_live(void) {
+    size_t n = 0;
+    for (int i = 0; i < MOST; i++) n += physicals[i].size + (shared[i].address && !shared[i].opened ? shared[i].handle.of.size : 0);
+    return n;
+}
 
 static int begin(const char *name) {
     if (!current) return INVALID_CONTEXT;
@@ -129,4 +143,68 @@ int cuMemUnmap(u64 address, size_t size) {
         return OK;
     }
     return INVALID_VALUE;
+}
+
+static Shared *find(u64 address) {
+    for (int i = 0; i < MOST; i++) if (shared[i].address == address) return &shared[i];
+    return NULL;
+}
+
+static int attach(Shared *new) {
+    void *at = mmap(NULL, new->handle.of.size, PROT_READ | PROT_WRITE, MAP_SHARED, new->handle.of.file, 0);
+    Shared *slot = find(0);
+    if (at == MAP_FAILED || !slot) return OUT_OF_MEMORY;
+    new->address = (u64)at, *slot = *new;
+    return OK;
+}
+
+static int detach(u64 address, int opened) {
+    Shared *at = address ? find(address) : NULL;
+    REQUIRE(at && at->opened == opened);
+    munmap((void *)address, at->handle.of.size), close(at->handle.of.file), at->address = 0;
+    return OK;
+}
+
+int cuMemAlloc_v2(u64 *address, size_t size) {
+    BEGIN; REQUIRE(size);
+    if (fake_live() + size > total) return OUT_OF_MEMORY;
+    Shared new = {.handle.of = {getpid(), memfd_create("shared", 0), size}};
+    if (new.handle.of.file < 0 || ftruncate(new.handle.of.file, size) || attach(&new)) return OUT_OF_MEMORY;
+    *address = new.address;
+    return OK;
+}
+
+int cuMemFree_v2(u64 address) { BEGIN; return detach(address, 0); }
+
+int cuIpcGetMemHandle(Handle *handle, u64 address) {
+    BEGIN; Shared *at = address ? find(address) : NULL;
+    REQUIRE(at && !at->opened); *handle = at->handle;
+    return OK;
+}
+
+int cuIpcOpenMemHandle_v2(u64 *address, Handle handle, unsigned flags) {
+    BEGIN; REQUIRE(flags == 1 && handle.of.process != getpid());  // a process cannot open what is its own
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.of.process, handle.of.file);
+    Shared new = {.handle = handle, .opened = 1};
+    if ((new.handle.of.file = open(path, O_RDWR)) < 0) return INVALID_VALUE;
+    int error = attach(&new);
+    *address = new.address;
+    return error;
+}
+
+int cuIpcCloseMemHandle(u64 address) { BEGIN; return detach(address, 1); }
+
+int cuMemcpyDtoDAsync_v2(u64 target, u64 source, size_t size, void *stream) {
+    BEGIN; REQUIRE(!stream && size && queued < MOST);
+    void *data = memcpy(malloc(size), (void *)source, size);
+    queue[queued].target = (void *)target, queue[queued].data = data, queue[queued++].size = size;
+    return OK;
+}
+
+int cuStreamSynchronize(void *stream) {
+    BEGIN; REQUIRE(!stream);
+    for (int i = 0; i < queued; i++) memcpy(queue[i].target, queue[i].data, queue[i].size), free(queue[i].data);
+    queued = 0;
+    return OK;
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +13,6 @@ import pytest
 from lqrl.engines.cuda_memory import Driver, DriverError, MappedRange, OutOfDeviceMemory
 
 UNIT = 2**16
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-if COMPILER is None:
-    pytest.skip("no C compiler", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([str(COMPILER), "-O1", "-Wall", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return library
 
 
 class Fake:
@@ -58,8 +45,8 @@ class Fake:
 
 
 @pytest.fixture
-def fake(built: Path) -> Iterator[Fake]:
-    fake = Fake(built)
+def fake(fake_cuda: Path) -> Iterator[Fake]:
+    fake = Fake(fake_cuda)
     fake.total(2**28)
     fake.fail("", 0)
     yield fake
@@ -139,12 +126,12 @@ def test_another_thread_gets_the_context_before_it_maps(fake: Fake) -> None:
     assert seen == [True]
 
 
-def test_without_a_context_the_driver_says_what_is_missing(built: Path) -> None:
+def test_without_a_context_the_driver_says_what_is_missing(fake_cuda: Path) -> None:
     said: list[str] = []
 
     def ask() -> None:
         try:
-            Driver(str(built)).free_and_total()
+            Driver(str(fake_cuda)).free_and_total()
         except DriverError as error:
             said.append(str(error))
 

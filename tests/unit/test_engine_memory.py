@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,13 +217,6 @@ def test_options_out_of_range_name_the_fix(options: dict[str, Any], message: str
 
 
 # ---------------------------------------------------------------- on a GPU
-
-
-@pytest.fixture
-def whole_card() -> None:
-    """Free memory is the card's: another process would be measured, and starved."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("needs the GPU for itself: run this file without -n")
 
 
 def free_memory() -> int:

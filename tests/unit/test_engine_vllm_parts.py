@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from vllm_peers import PATIENCE, VLLMPeer
 from lqrl.engines.base import RefreshError, StaleEngineError
 from lqrl.engines.digest import digest
 from lqrl.engines.vllm import VLLMServerEngine, VLLMServerEngineFactory
-from lqrl.engines.vllm.parts import ReadersEnded, announce_parts, read_parts, send_parts
+from lqrl.engines.vllm.parts import ReadersEnded, announce_parts, layer_files, read_parts, send_parts
 from lqrl.engines.vllm.transfer import read_weights
 
 Start = Callable[..., VLLMPeer]
@@ -54,12 +55,12 @@ def test_readers_get_every_tensor_in_order_and_the_directory_is_emptied(tmp_path
     def watched() -> Iterator[tuple[str, Tensor]]:
         nonlocal most
         for each in sent:
-            most = max(most, len([p for p in tmp_path.iterdir() if p.suffix in (".safetensors", ".writing")]))
+            most = max(most, len([p for p in tmp_path.iterdir() if p.suffix in (".part", ".writing")]))
             yield each
 
     with ThreadPoolExecutor(3) as pool:
         readers = [pool.submit(lambda: list(read_weights(tmp_path))) for _ in range(3)]
-        send_parts(watched(), tmp_path, readers=3, ended=never)
+        send_parts(layer_files(watched()), tmp_path, readers=3, ended=never)
         found = [reader.result() for reader in readers]
     for each in found:
         assert [name for name, _ in each] == [name for name, _ in sent]
@@ -110,13 +111,13 @@ def test_each_side_has_a_few_layers_in_memory_at_most(tmp_path: Path) -> None:
         assert reader.stdout is not None
         assert reader.stdin is not None
         ended = lambda: reader.poll() is not None  # noqa: E731
-        send_parts(layers(3, LAYER), warm, readers=1, ended=ended)
+        send_parts(layer_files(layers(3, LAYER)), warm, readers=1, ended=ended)
         assert reader.stdout.readline() == "ready\n"
         reader.stdin.write("\n")
         reader.stdin.flush()
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")
-        send_parts(watched(layers(LAYERS, LAYER)), measured, readers=1, ended=ended)
+        send_parts(layer_files(watched(layers(LAYERS, LAYER))), measured, readers=1, ended=ended)
         sender = _resident("VmHWM") - before
         received, total = map(int, reader.stdout.readline().split())
     assert total > LAYERS * LAYER
@@ -140,7 +141,7 @@ def test_a_sender_that_fails_ends_its_readers(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(lambda: list(read_parts(tmp_path)))
         with pytest.raises(KeyboardInterrupt):
-            send_parts(broken(), tmp_path, readers=1, ended=never)
+            send_parts(layer_files(broken()), tmp_path, readers=1, ended=never)
         with pytest.raises(RefreshError, match="the learner stopped before part 2"):
             reader.result(timeout=PATIENCE)
 
@@ -163,8 +164,26 @@ def test_a_reader_that_ends_stops_the_sender(tmp_path: Path) -> None:
     thread = threading.Thread(target=read_two)
     thread.start()
     with pytest.raises(ReadersEnded, match="before it had read all"):
-        send_parts(layers(), tmp_path, readers=1, ended=over.is_set)
+        send_parts(layer_files(layers()), tmp_path, readers=1, ended=over.is_set)
     thread.join()
+
+
+def test_a_reader_that_fails_ends_the_sender_and_the_others(tmp_path: Path) -> None:
+    """As workers of one server, which answers when all of them have ended."""
+    announce_parts(tmp_path, 60)
+
+    def fail() -> None:
+        with closing(read_weights(tmp_path)) as stream:
+            next(stream), next(stream)
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(2) as pool:
+        other, failing = pool.submit(lambda: list(read_weights(tmp_path))), pool.submit(fail)
+        with pytest.raises(ReadersEnded, match="before it had read all"):
+            send_parts(layer_files(layers()), tmp_path, readers=2, ended=never)
+        assert isinstance(failing.exception(timeout=5), ZeroDivisionError)
+        with pytest.raises(RefreshError, match="the learner stopped before part"):
+            other.result(timeout=5)
 
 
 # ---------------------------------------------------------------- engines

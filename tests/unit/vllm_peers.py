@@ -13,7 +13,7 @@ from typing import Any
 from lqrl.engines.base import RefreshError
 from lqrl.engines.digest import digest
 from lqrl.engines.vllm.served import ServedModel, described
-from lqrl.engines.vllm.transfer import read_weights
+from lqrl.engines.vllm.transfer import read_weights, this_machine
 
 Answer = tuple[int, Any]
 
@@ -66,6 +66,7 @@ class VLLMPeer:
         self._closed = threading.Event()
         self.facts = {
             "vllm": "0.32.0",
+            "machine": this_machine(),
             "platform": "cuda",
             "capability": [9, 0],
             "max_model_len": 64,

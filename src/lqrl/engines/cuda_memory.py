@@ -11,22 +11,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-LIBRARY = "libcuda.so.1"
+from lqrl.engines.cuda_driver import CudaDriver, DriverError, OutOfDeviceMemory
+
 LARGEST_PART = 2**30  # bytes of one physical allocation: mapping costs by their number, whatever their size
 
-_OUT_OF_MEMORY = 2
-_ADVICE = {
-    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or driver maps no virtual memory; set the engine's sleep_level to 0",
-    "CUDA_ERROR_NOT_INITIALIZED": "use the GPU through torch first",
-    "CUDA_ERROR_INVALID_CONTEXT": "use the GPU through torch in this thread first",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel before this call failed; find it with CUDA_LAUNCH_BLOCKING=1",
-}
-_OTHERWISE = "set the engine's sleep_level to 0 to go without"
+_ADVICE = {"CUDA_ERROR_NOT_SUPPORTED": "this GPU or driver maps no virtual memory; set the engine's sleep_level to 0"}
 
 _Size, _Address, _Handle, _Flags = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (ctypes.c_uint,),
-    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
     "cuMemGetInfo_v2": (ctypes.POINTER(_Size), ctypes.POINTER(_Size)),
     "cuMemGetAllocationGranularity": (ctypes.POINTER(_Size), ctypes.c_void_p, ctypes.c_int),
     "cuMemAddressReserve": (ctypes.POINTER(_Address), _Size, _Size, _Address, _Flags),
@@ -63,37 +55,12 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class DriverError(RuntimeError):
-    """The CUDA driver refused a call."""
+class Driver(CudaDriver):
+    """The driver's calls for virtual memory."""
 
-
-class OutOfDeviceMemory(DriverError):
-    """The GPU has less free memory than was asked for."""
-
-
-class Driver:
-    """The driver's memory calls; an error of one is an exception.
-
-    Calls belong to the context that is current in the calling thread; torch's runtime makes a device's primary one so.
-
-    Args:
-        library: the driver's file.
-
-    Raises:
-        DriverError: when there is no such library, it lacks a call, or it does not start.
-    """
-
-    def __init__(self, library: str = LIBRARY) -> None:
-        try:
-            self._library = ctypes.CDLL(library)
-            for name, types in _SIGNATURES.items():
-                function = getattr(self._library, name)
-                function.argtypes, function.restype = types, ctypes.c_int
-        except (OSError, AttributeError) as error:
-            raise DriverError(
-                f"{library} cannot be used ({error}): install NVIDIA's driver, or set the engine's sleep_level to 0"
-            ) from error
-        self._call("cuInit", 0)
+    signatures = _SIGNATURES
+    advice = _ADVICE
+    otherwise = "set the engine's sleep_level to 0 to go without"
 
     def free_and_total(self) -> tuple[int, int]:
         """Bytes of the current device that are free, and all of them."""
@@ -134,17 +101,6 @@ class Driver:
     def unmap(self, address: int, size: int) -> None:
         """Undo one `map`: the memory is the device's again."""
         self._call("cuMemUnmap", address, size)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code == 0:
-            return
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(code, ctypes.byref(text))
-        error = text.value.decode() if text.value else f"error {code}"
-        if code == _OUT_OF_MEMORY:
-            raise OutOfDeviceMemory(f"{name}: {error}")
-        raise DriverError(f"{name}: {error}; {_ADVICE.get(error, _OTHERWISE)}")
 
 
 @cache

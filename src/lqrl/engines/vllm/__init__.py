@@ -2,6 +2,7 @@
 
 from lqrl.engines.vllm.engine import VLLMEngine
 from lqrl.engines.vllm.factory import VLLMEngineFactory
-from lqrl.engines.vllm.server import VLLMServerEngine, VLLMServerEngineFactory
+from lqrl.engines.vllm.server import VLLMServerEngine
+from lqrl.engines.vllm.server_factory import VLLMServerEngineFactory
 
 __all__ = ["VLLMEngine", "VLLMEngineFactory", "VLLMServerEngine", "VLLMServerEngineFactory"]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.vllm.dispatch import share
-from lqrl.engines.vllm.parts import ReadersEnded, announce_parts, send_parts
+from lqrl.engines.vllm.parts import ReadersEnded
 from lqrl.engines.vllm.peer import PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
-from lqrl.engines.vllm.transfer import write_weights
+from lqrl.engines.vllm.transfer import Route, under_way
 
 log = logging.getLogger(__name__)
 
@@ -175,16 +175,13 @@ class Fleet:
 
     # ---------------------------------------------------------------- refresh
 
-    def load(
-        self, weights: Iterable[tuple[str, Tensor]], probe: Sequence[int], shared: str | None, streams: bool
-    ) -> Loaded:
+    def load(self, weights: Iterable[tuple[str, Tensor]], probe: Sequence[int], route: Route) -> Loaded:
         """Have all replicas that serve load ``weights``.
 
         Args:
             weights: a complete set, by the names of a checkpoint.
             probe: tokens to compute something with.
-            shared: directory for the files on their way; ``None`` is this machine's for temporary files.
-            streams: load each layer as it comes; otherwise nothing is loaded before all files are there.
+            route: how they go.
 
         Returns:
             What each of them holds.
@@ -193,16 +190,14 @@ class Fleet:
             ReplicasGoneError: when some are lost, and the others may try again.
             RefreshError: when one fails, or they hold different weights; none has a version then.
         """
+        serving = self.serving
+        readers = sum(replica.workers for replica in serving)
+        patience_s = max((replica.peer.patience.timeout_s for replica in serving), default=0)
         try:
-            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=shared) as name:
-                directory, send = Path(name), None
-                if streams:
-                    readers = sum(replica.workers for replica in self.serving)
-                    announce_parts(directory, max((r.peer.patience.timeout_s for r in self.serving), default=0))
-                    send = partial(send_parts, weights, directory, readers=readers)
-                else:
-                    write_weights(weights, directory)
-                loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
+            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=route.directory) as name:
+                directory = Path(name)
+                with under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send:
+                    loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
         except OSError as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
@@ -232,15 +227,21 @@ class Fleet:
 
         stopped: BaseException | None = None
         with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool:
-            futures = [pool.submit(attempt, replica) for replica in serving]
+            futures = {replica: pool.submit(attempt, replica) for replica in serving}
+            first: list[Replica] = []  # that ended, while there was still something to send
+
+            def ended() -> bool:
+                first[:] = [replica for replica, future in futures.items() if future.done()]
+                return bool(first)
+
             try:
                 if send is not None:
-                    send(ended=lambda: any(future.done() for future in futures))
+                    send(ended=ended)
             except ReadersEnded:
                 pass  # the reader's own words are in its outcome
             except BaseException as error:
                 stopped = error
-            outcomes = [future.result() for future in futures]
+            outcomes = [future.result() for future in futures.values()]
         failures = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, Exception)}
         for replica, failure in failures.items():
             if isinstance(failure, PeerLost) or replica.broken:
@@ -249,7 +250,9 @@ class Fleet:
             raise stopped
         if failures:
             reasons = "; ".join(f"{replica.url}: {failure}" for replica, failure in failures.items())
-            gone = self.serving and all(isinstance(failure, PeerLost) for failure in failures.values())
+            # where some ended first, the others failed because nothing came any more
+            causes = [failure for replica, failure in failures.items() if not first or replica in first]
+            gone = self.serving and all(isinstance(failure, PeerLost) for failure in causes)
             raised = ReplicasGoneError if gone else RefreshError
             raise raised(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
         return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]

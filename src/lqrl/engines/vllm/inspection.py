@@ -21,11 +21,13 @@ class Inspection:
         spec: what the engine was built for; its device is the servers'.
         served: the policy as they hold it.
         allow_untested_version: as in `lqrl.engines.vllm.VLLMServerEngineFactory`.
+        machine: the one that it must run on, by `lqrl.engines.vllm.transfer.this_machine`; ``None`` is any.
     """
 
     spec: EngineSpec
     served: ServedModel
     allow_untested_version: bool
+    machine: str | None = None
 
     def __call__(self, facts: Mapping[str, Any]) -> None:
         """Look at what the replica says of itself.
@@ -40,6 +42,10 @@ class Inspection:
             check_card(self.spec.scheme, facts["capability"])
         if facts["platform"] != self.spec.device.type:
             raise ValueError(f"it runs on {facts['platform']}, another replica on {self.spec.device.type}")
+        if self.machine not in (None, facts.get("machine")):
+            raise ValueError(
+                "it is on another machine than the learner, whose GPU it cannot read; set transport: files"
+            )
         if facts["max_model_len"] < self.spec.max_model_len:
             raise ValueError(
                 f"it has max_model_len {facts['max_model_len']}; start it with at least {self.spec.max_model_len}"

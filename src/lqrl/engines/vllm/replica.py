@@ -171,9 +171,9 @@ class Replica:
         self.peer.post("/pause?mode=abort")
         answers = self._workers("lqrl_load", str(directory), attempts=1)
         self.broken = any(each.get("broken") for each in answers)
+        if errors := dict.fromkeys(each["error"] for each in answers if "error" in each):
+            raise RefreshError(f"it failed while it loaded the weights: {'; '.join(errors)}")
         for each in answers:
-            if "error" in each:
-                raise RefreshError(f"it failed while it loaded the weights: {each['error']}")
             if each["moved"]:
                 raise RefreshError(f"storage moved during the refresh: {', '.join(each['moved'][:5])}")
         if not self.peer.post("/reset_prefix_cache")["success"]:

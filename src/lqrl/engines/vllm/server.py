@@ -11,130 +11,38 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from hashlib import sha1
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import EngineFactory, EngineSpec, RefreshError
+from lqrl.engines.base import EngineSpec, RefreshError
 from lqrl.engines.torch import EngineStats
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
-from lqrl.engines.vllm.factory import VLLMEngineFactory
 from lqrl.engines.vllm.fleet import Fleet, ReplicasGoneError, ReplicasLostError
 from lqrl.engines.vllm.guard import GuardedEngine, Loaded
 from lqrl.engines.vllm.inspection import Inspection
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Group, Partial, begun, enough
-from lqrl.engines.vllm.peer import Patience, PeerLost
+from lqrl.engines.vllm.peer import PeerLost
 from lqrl.engines.vllm.process import check_cpu_attention, check_dtype, check_ranks
 from lqrl.engines.vllm.reload import check_loaded
 from lqrl.engines.vllm.replica import Replica
 from lqrl.engines.vllm.requests import Generated, Sample, check_prompts, sampling_fields
 from lqrl.engines.vllm.rounding import vllm_arithmetic
 from lqrl.engines.vllm.served import ServedModel, check_spec
+from lqrl.engines.vllm.transfer import Route, this_machine
 from lqrl.engines.vllm.versions import device_type, import_vllm
 from lqrl.types import Completion, Prompt, SamplingParams
 
+if TYPE_CHECKING:
+    from lqrl.engines.vllm.server_factory import VLLMServerEngineFactory
+
 log = logging.getLogger(__name__)
-
-_OF_STARTED = ("replicas", "cards", "gpu_memory_utilization", "kv_cache_bytes", "engine_args")
-
-
-@dataclass(frozen=True)
-class VLLMServerEngineFactory(EngineFactory):
-    """Options of the engine on vLLM servers.
-
-    Attributes:
-        urls: servers that run already, as ``http://host:port``. Empty: they are started on this machine, and stopped
-            with the engine.
-        replicas: how many servers are started.
-        cards: ``CUDA_VISIBLE_DEVICES`` of each of them, such as ``["1", "2,3"]``; several cards share a model by
-            tensor parallelism. Empty: each sees what this process sees.
-        max_num_seqs: most samples that one replica has at a time.
-        gpu_memory_utilization, kv_cache_bytes, engine_args: as in `VLLMEngineFactory`, for each server that is started.
-        count_changes, fp32_head, allow_untested_version: as in `VLLMEngineFactory`.
-        stream_refresh: load each layer as it comes, so that the learner has one layer of what is sent in main memory at
-            once, and ``transfer_directory`` two. Otherwise nothing is loaded before all is there and checked; either
-            way the engine refuses after a faulty stream.
-        transfer_directory: where weights are put on their way, a directory that all servers see under the same name.
-            ``None`` is this machine's for temporary files.
-        partial: end a learner's call before all samples are finished, keep them, and continue them in its next call,
-            under the weights that serve then. ``None`` waits for all.
-        timeout_s: seconds without a byte of an answer, until a request has failed.
-        attempts: times that a request is sent before its replica is lost.
-        backoff_s: seconds before it is sent again; each further pause is twice as long.
-        start_timeout_s: seconds for a server to start.
-
-    Raises:
-        ValueError: when a number is outside its range, or an option has no effect with ``urls``.
-    """
-
-    urls: list[str] = field(default_factory=list)
-    replicas: int = 1
-    cards: list[str] = field(default_factory=list)
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float | None = None
-    kv_cache_bytes: int | None = None
-    count_changes: bool = True
-    fp32_head: bool = False
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    allow_untested_version: bool = False
-    stream_refresh: bool = False
-    transfer_directory: str | None = None
-    partial: Partial | None = None
-    timeout_s: float = 600.0
-    attempts: int = 4
-    backoff_s: float = 0.5
-    start_timeout_s: float = 900.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("attempts", 1), ("backoff_s", 0)):
-            if self.__dict__[name] < least:
-                raise ValueError(f"VLLMServerEngineFactory.{name} must be at least {least}, got {self.__dict__[name]}")
-        for name in ("timeout_s", "start_timeout_s"):
-            if self.__dict__[name] <= 0:
-                raise ValueError(f"VLLMServerEngineFactory.{name} must be above 0, got {self.__dict__[name]}")
-        for option in fields(self) if self.urls else ():
-            if option.name in _OF_STARTED and self.__dict__[option.name] not in (option.default, [], {}):
-                raise ValueError(
-                    f"VLLMServerEngineFactory.{option.name} has no effect on servers that run already; remove it"
-                )
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"VLLMServerEngineFactory.urls names a server twice: {self.urls}")
-        if self.cards and len(self.cards) != self.replicas:
-            raise ValueError(
-                f"VLLMServerEngineFactory.cards lists {len(self.cards)} servers, replicas is {self.replicas}"
-            )
-        if self.stream_refresh and self.count_changes:
-            raise ValueError(
-                "VLLMServerEngineFactory.stream_refresh keeps nothing to compare with; set count_changes: false"
-            )
-        _ = self.each  # checks what the two factories have in common
-
-    @property
-    def each(self) -> VLLMEngineFactory:
-        """What one server is built with."""
-        return VLLMEngineFactory(
-            max_num_seqs=self.max_num_seqs,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_bytes=self.kv_cache_bytes,
-            fp32_head=self.fp32_head,
-            engine_args=self.engine_args,
-            allow_untested_version=self.allow_untested_version,
-        )
-
-    @property
-    def patience(self) -> Patience:
-        """How long a server is waited for."""
-        return Patience(self.timeout_s, self.attempts, self.backoff_s)
-
-    def __call__(self, spec: EngineSpec) -> VLLMServerEngine:
-        """Build an engine, starting its servers; it refuses to generate until its first refresh."""
-        return VLLMServerEngine(spec, self)
 
 
 class VLLMServerEngine(GuardedEngine):
@@ -153,8 +61,8 @@ class VLLMServerEngine(GuardedEngine):
         ImportError: without vLLM, when servers are to be started.
         RuntimeError: for a vLLM that is not tested or finds no device, or a server that does not start, does not answer
             or holds another model.
-        ValueError: when vLLM has no such format, the first server cannot be refreshed, or an option is unknown or
-            decided elsewhere.
+        ValueError: when vLLM has no such format, the first server cannot be refreshed, an option is unknown or
+            decided elsewhere, or ``transport`` has no GPU on one side.
         NotImplementedError: for exact mode, adapters beside the weights, or several ranks.
     """
 
@@ -192,6 +100,13 @@ class VLLMServerEngine(GuardedEngine):
             replicas, platform = [], device_type()
             if not platform:
                 raise RuntimeError("the installed vLLM finds no device here; install its CPU build, or give urls")
+        through_gpu = options.transport == "cuda_ipc"
+        if through_gpu and not spec.device.type == platform == "cuda":
+            raise ValueError(
+                f"VLLMServerEngineFactory.transport: cuda_ipc goes from GPU to GPU, the learner is on "
+                f"{spec.device.type} and the servers on {platform}; set transport: files"
+            )
+        self._route = Route(options.transfer_directory, options.stream_refresh, spec.device if through_gpu else None)
         self.arithmetic = vllm_arithmetic(platform, options.each)
         # What vLLM is asked for depends on where the servers run, not on where the learner does.
         there = replace(spec, device=torch.device(platform))
@@ -199,7 +114,8 @@ class VLLMServerEngine(GuardedEngine):
         check_dtype(spec.scheme, spec.dtype, platform)
         if not options.urls:
             replicas = self._processes(there, served)
-        self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version))
+        machine = this_machine() if through_gpu else None
+        self._fleet.add(replicas, Inspection(there, served, options.allow_untested_version, machine))
         return served
 
     def _processes(self, spec: EngineSpec, served: ServedModel) -> list[Replica]:
@@ -356,7 +272,7 @@ class VLLMServerEngine(GuardedEngine):
     def _load_once(self, received: Mapping[str, Tensor], policy_version: int) -> str:
         """Both phases on all replicas: new weights, then, when all hold the same, their version."""
         stream = self.served.checkpoint_stream(received)
-        loaded = self._fleet.load(stream, self._probe, self.options.transfer_directory, self.options.stream_refresh)
+        loaded = self._fleet.load(stream, self._probe, self._route)
         check_loaded(loaded.missed, self.served.may_miss)
         said = struct.pack(f"{len(loaded.said)}d", *loaded.said)
         digest = sha1(loaded.digest.encode() + said, usedforsecurity=False).hexdigest()

@@ -7,6 +7,7 @@ A server that lqrl did not start needs ``--worker-extension-cls lqrl.engines.vll
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from lqrl.engines.vllm import reload
 from lqrl.engines.vllm.patches import install_patches
 from lqrl.engines.vllm.served import described
-from lqrl.engines.vllm.transfer import read_weights
+from lqrl.engines.vllm.transfer import read_weights, this_machine
 from lqrl.engines.vllm.versions import device_type
 
 if "vllm" in sys.modules:  # whose worker imports this before it builds its model
@@ -34,6 +35,7 @@ class ServedWorker:
         platform = device_type()
         return {
             "vllm": import_module("vllm").__version__,
+            "machine": this_machine(),
             "platform": platform,
             "capability": torch.cuda.get_device_capability() if platform == "cuda" else None,
             "max_model_len": config.model_config.max_model_len,
@@ -58,8 +60,13 @@ class ServedWorker:
         worker = _worker(self)
         before = reload.addresses(worker)
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                missed = reload.reload_weights(worker, read_weights(Path(directory)))
+            # closed before the answer: the learner frees then what the worker may have open
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                closing(read_weights(Path(directory), worker.device)) as weights,
+            ):
+                missed = reload.reload_weights(worker, weights)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", "broken": not _abandoned(worker)}
         after = reload.addresses(worker)
