@@ -58,6 +58,12 @@ def add_job_options(parser: argparse.ArgumentParser, what: str, *, limit: float,
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
 
 
+def searched_first(*folders: Path | None) -> dict[str, str]:
+    """The variable that has a child look for modules in ``folders`` before where this process does."""
+    places = [*(str(folder.resolve()) for folder in folders if folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))} if any(places) else {}
+
+
 # ---------------------------------------------------------------- in a child
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
+from children import Job, Row, add_job_options, failure, run_jobs, searched_first, send, versions, wait_for_turn
 from rows import Record, Table
 from shapes import SHAPES
 
@@ -88,9 +88,7 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
         paths = [args.trl_path] if learner in PEERS else []
         paths += [args.vllm_path] if learner == "trl-vllm" else []
         environment = ENVIRONMENT | (VLLM_ENVIRONMENT if learner == "trl-vllm" else {})
-        found = [*(str(path.resolve()) for path in paths if path), os.environ.get("PYTHONPATH", "")]
-        if any(found):
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+        environment |= searched_first(*paths)
         keys = {"learner": learner, "model": args.model}
         jobs.append(Job(__file__, shared | {"learner": learner}, [keys], environment=environment))
     return jobs

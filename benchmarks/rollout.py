@@ -18,16 +18,14 @@ costs its rows. transformers has no formats: its rows are those of bf16. A vLLM 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from rows import Record, Table
 from shapes import SHAPES
+from vllm_children import add_vllm_options, vllm_environment
 
 if TYPE_CHECKING:
     from rollout_engines import Call, Setting
@@ -38,14 +36,6 @@ CACHES = ("none", "fp8", "fp8_static", "int8")
 PLAIN = ("none", "none")
 NEW_TOKENS = {8: 128, 64: 384, 256: 512}  # by batch; others have 256
 WARM_UP = 24  # new tokens of the first call
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the child, as this library's does
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 # ---------------------------------------------------------------- in a child
@@ -163,11 +153,7 @@ def make_job(args: argparse.Namespace, engine: str, fmt: str, kv: str, batches: 
     case = setting | {"batches": batches, "prompt": args.prompt, "group": args.group, "repeats": args.repeats}
     if engine != "vllm":
         return Job(__file__, case, keys)
-    environment = {name: os.environ.get(name, value) for name, value in VLLM_ENVIRONMENT.items()}
-    if args.vllm_path:
-        found = [str(args.vllm_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(found)
-    return Job(__file__, case, keys, args.vllm_python, environment)
+    return Job(__file__, case, keys, args.vllm_python, vllm_environment(args.vllm_path))
 
 
 class Ratios:
@@ -210,8 +196,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=1, help="samples that share a prompt")
     parser.add_argument("--repeats", type=int, default=1, help="measured calls; the fastest counts")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
+    add_vllm_options(parser)
     add_job_options(parser, "one engine in one format", limit=240)
     args = parser.parse_args(argv)
     if any(batch % args.group for batch in args.batch):

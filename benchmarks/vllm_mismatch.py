@@ -26,16 +26,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
-from rollout import VLLM_ENVIRONMENT
 from rows import Record, Table
+from vllm_children import add_vllm_options, vllm_environment
 
 FORMATS = (
     *("none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_w8a8", "int8_w8a16"),
@@ -43,7 +41,7 @@ FORMATS = (
 )
 MODES = ("eager", "invariant", "compiled", "fp32_head")
 TABLES = ("layers", "inside", "alone", "swaps")
-ENVIRONMENT = VLLM_ENVIRONMENT | {
+ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",  # it may round the scales of fp8 blocks to powers of two
 }
 NO_ENGINE = "vLLM could not be built"
@@ -119,14 +117,11 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
             names = ("prompts", "prompt", "tokens", "sequences", "layers", "first")
             case = key | {name: getattr(args, name) for name in names} | {"seeds": args.seeds, "tables": tables}
             rows = [{"table": "logprobs", "seed": seed} for seed in args.seeds] + [{"table": name} for name in tables]
-            environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+            environment = vllm_environment(args.vllm_path, **ENVIRONMENT)
             if mode == "invariant":
                 environment["VLLM_BATCH_INVARIANT"] = "1"
             if args.device == "cpu":
                 environment["TORCHDYNAMO_DISABLE"] = "1"  # vLLM's CPU build compiles for minutes
-            if args.vllm_path:
-                found = [str(args.vllm_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-                environment["PYTHONPATH"] = os.pathsep.join(found)
             jobs.append(Job(__file__, case, [key | row for row in rows], args.vllm_python, environment))
     return jobs
 
@@ -245,8 +240,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each")
     parser.add_argument("--sequences", type=int, default=4, help="of these, compared part by part")
     parser.add_argument("--first", type=int, default=3, help="layers shown part by part")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
+    add_vllm_options(parser)
     add_job_options(parser, "one format", limit=180, budget=1800)
     args = parser.parse_args(argv)
     if not 1 <= args.sequences <= args.prompts:

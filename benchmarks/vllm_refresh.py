@@ -17,19 +17,17 @@ oneDNN is switched off: it keeps weights to itself, which no copy reaches.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, wait_for_turn
-from rollout import VLLM_ENVIRONMENT, place
+from rollout import place
 from rows import Record, Table
 from shapes import SHAPES
+from vllm_children import add_vllm_options, vllm_environment
 
 if TYPE_CHECKING:
     import torch
@@ -156,10 +154,7 @@ def parts(engine: VLLMEngine, sets: Sequence[dict[str, torch.Tensor]], repeats: 
 
 def make_jobs(args: argparse.Namespace) -> list[Job]:
     """One for each format."""
-    environment = {name: os.environ.get(name, value) for name, value in VLLM_ENVIRONMENT.items()}
-    if args.vllm_path:
-        found = [str(args.vllm_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(found)
+    environment = vllm_environment(args.vllm_path)
     given = ("model", "layers", "device", "dtype", "repeats", "eager", "count_changes")
     shared = {name: getattr(args, name) for name in given}
     key = {"model": args.model, "layers": args.layers or SHAPES[args.model].layers, "dtype": args.dtype}
@@ -195,8 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count-changes", action="store_true", help="count what a refresh changes, as by default")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compiler and captured graphs")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
+    add_vllm_options(parser)
     add_job_options(parser, "one format", limit=150)
     return parser.parse_args(argv)
 

@@ -15,10 +15,8 @@ costs the rows that it has not sent. On a CPU there are files alone.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, wait_for_turn
-from rollout import VLLM_ENVIRONMENT, place
+from rollout import place
 from rows import Record, Table
 from shapes import SHAPES
+from vllm_children import add_vllm_options, vllm_environment
 
 if TYPE_CHECKING:
     import torch
@@ -148,11 +147,8 @@ def times(
 
 def make_jobs(args: argparse.Namespace) -> list[Job]:
     """One for each format."""
-    environment = {name: os.environ.get(name, value) for name, value in VLLM_ENVIRONMENT.items()}
+    environment = vllm_environment(args.vllm_path)
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # of engines in the child
-    if args.vllm_path:
-        found = [str(args.vllm_path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(found)
     given = ("model", "layers", "device", "dtype", "repeats", "directory", "memory", "card", "limit")
     shared = {name: getattr(args, name) for name in given}
     key = {"model": args.model, "layers": args.layers or SHAPES[args.model].layers, "dtype": args.dtype}
@@ -189,8 +185,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", help="where files are put")
     parser.add_argument("--memory", type=float, default=0.4, help="the server's share of the card")
     parser.add_argument("--card", help="CUDA_VISIBLE_DEVICES of the server; the learner's card by default")
-    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
+    add_vllm_options(parser)
     add_job_options(parser, "one format", limit=270)
     return parser.parse_args(argv)
 

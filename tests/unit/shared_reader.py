@@ -6,15 +6,15 @@ process hangs.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from fake_cuda import FakeCuda
 from torch import Tensor
 
 from lqrl.engines.cuda_ipc import IpcDriver, Place, opened
@@ -24,15 +24,12 @@ from lqrl.engines.vllm.staging import Unpacker
 from lqrl.engines.vllm.transfer import read_weights
 
 
-class Fake:
+class Fake(FakeCuda):
     """The driver of `fake_cuda.c`, and what it counts."""
 
     def __init__(self, library: Path) -> None:
+        super().__init__(library)
         self.calls = IpcDriver(str(library))
-        self._library = ctypes.CDLL(str(library))
-        self._library.fake_live.restype = ctypes.c_size_t
-        self._library.fake_total.argtypes = (ctypes.c_size_t,)
-        self.total: Callable[[int], None] = self._library.fake_total
 
     @property
     def place(self) -> Place:
@@ -40,15 +37,10 @@ class Fake:
 
         @contextmanager
         def place() -> Iterator[int]:
-            self._library.fake_make_current()
+            self.ready()
             yield 0
 
         return place
-
-    def fail(self, name: str, code: int, after: int = 0) -> None:
-        """Have a call return ``code`` once."""
-        self._failing = name.encode()  # the library keeps the pointer
-        self._library.fake_fail(self._failing, code, after)
 
     @property
     def holds(self) -> tuple[int, int]:

@@ -9,30 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeCuda
 
 from lqrl.engines.cuda_memory import Driver, DriverError, MappedRange, OutOfDeviceMemory
 
 UNIT = 2**16
 
 
-class Fake:
+class Fake(FakeCuda):
     """The replaced driver, and what it counts."""
 
     def __init__(self, library: Path) -> None:
+        super().__init__(library)
         self.calls = Driver(str(library))
-        self._library = ctypes.CDLL(str(library))
-        self._library.fake_live.restype = ctypes.c_size_t
-        self._library.fake_total.argtypes = (ctypes.c_size_t,)
-
-    def ready(self) -> None:
-        self._library.fake_make_current()
-
-    def total(self, size: int) -> None:
-        self._library.fake_total(size)
-
-    def fail(self, name: str, code: int, after: int = 0) -> None:
-        self._failing = name.encode()  # the library keeps the pointer
-        self._library.fake_fail(self._failing, code, after)
 
     @property
     def holds(self) -> tuple[int, int, int]:
