@@ -29,10 +29,10 @@ from lqrl.quant.scheme import QuantScheme
 
 COLD_BYTES = 128 * 2**20
 TILES = [
-    Tile(keys, warps, stages)
-    for keys, warps, stages in (
-        (64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3), (32, 2, 3), (16, 2, 4),
-        (16, 1, 4),
+    Tile(*cut)
+    for cut in (
+        (64, 4, 3), (64, 4, 3, 96), (32, 4, 4), (32, 4, 3), (64, 4, 4, 96), (64, 4, 2, 96), (32, 4, 5), (128, 4, 2),
+        (128, 8, 3), (64, 8, 3), (32, 2, 4), (64, 2, 3), (16, 1, 4), (32, 1, 4),
     )
 ]  # fmt: skip
 
@@ -111,7 +111,8 @@ def measure(name: str, batch: int, table: Table, args: argparse.Namespace) -> No
         def fused(layer: int, tile: Tile = tile, splits: int | None = splits) -> object:
             return attend(q, *cache.stored(layer, batch, room), positions, width**-0.5, tile=tile, splits=splits)
 
-        way = f"{tile.keys} keys, {tile.warps} warps, {tile.stages} stages, splits {splits or 'usual'}"
+        limit = f", {tile.registers} registers" if tile.registers else ""
+        way = f"{tile.keys} keys, {tile.warps} warps, {tile.stages} stages{limit}, splits {splits or 'usual'}"
         row(way, [lambda layer=layer, run=fused: run(layer) for layer in range(copies)])
 
 

@@ -4,7 +4,7 @@ The compiler's own casts round to nearest even, as torch does. Triton's interpre
 is done on bits; kernels can be checked without a GPU.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 # A default of a constexpr parameter is the plain value; inline assembly may give several results.
 from __future__ import annotations
 
@@ -68,15 +68,11 @@ def from_e4m3(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def int8_to_fp16(x: tl.tensor) -> tl.tensor:
-    """fp16 values of int8, four in five instructions: a byte ``x + 128`` below the byte 0x64 is the fp16 1152 + x.
-
-    Not pure for the compiler, as `e4m3_to_fp16`: an operand of a product is then converted before it is laid out for
-    the tensor cores. Laying out bytes takes one load for each.
-    """
+    """fp16 values of int8, four in five instructions: a byte ``x + 128`` below the byte 0x64 is the fp16 1152 + x."""
     if EMULATED:
-        x = x.to(tl.float16)
+        return x.to(tl.float16)
     else:
-        x = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
             .reg .b32 bytes, offset;
             xor.b32 bytes, $2, 0x80808080;
@@ -89,16 +85,39 @@ def int8_to_fp16(x: tl.tensor) -> tl.tensor:
             "=&r,=&r,r",
             [x],
             dtype=tl.float16,
-            is_pure=False,
+            is_pure=True,
             pack=4,
         )
-    return x
+
+
+@triton.jit
+def int8_pairs_to_fp16(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """fp16 values of the int8 in the low and in the high bytes of int16."""
+    if EMULATED:
+        return (x << 8 >> 8).to(tl.float16), (x >> 8).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes, offset;
+            xor.b32 bytes, $2, 0x80808080;
+            mov.b32 offset, 0x64806480;
+            prmt.b32 $0, bytes, 0x64646464, 0x4240;
+            prmt.b32 $1, bytes, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
 def e4m3_to_fp16(x: tl.tensor) -> tl.tensor:
-    """fp16 values of e4m3 (capability 8.9 and above), see `int8_to_fp16`."""
-    x = tl.inline_asm_elementwise(
+    """fp16 values of e4m3 (capability 8.9 and above), in fewer registers than the compiler's cast."""
+    return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
         mov.b32 {low, high}, $2;
@@ -108,10 +127,33 @@ def e4m3_to_fp16(x: tl.tensor) -> tl.tensor:
         "=&r,=&r,r",
         [x],
         dtype=tl.float16,
-        is_pure=False,
+        is_pure=True,
         pack=4,
     )
-    return x
+
+
+@triton.jit
+def e4m3_pairs_to_fp16(x: tl.tensor, NATIVE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """fp16 values of the e4m3 in the low and in the high bytes of int16; ``NATIVE``: capability 8.9 and above."""
+    if EMULATED or not NATIVE:
+        low, high = from_e4m3((x & 0xFF).to(tl.uint8)), from_e4m3(((x >> 8) & 0xFF).to(tl.uint8))
+        return low.to(tl.float16), high.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 low, high;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
