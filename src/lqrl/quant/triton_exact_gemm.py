@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.packed import PackedWeight
 from lqrl.quant.triton_casts import EMULATED, opaque, rounded_to_bf16, to_bf16
-from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_tiles import GROUP, Tile, fitted, operand_tile, tile_place
+from lqrl.quant.triton_use import shared_memory, tiles
 from lqrl.quant.triton_weight_only import dequantized_tile, kernel_arguments
 
 # (largest M, smallest N, tile), the first row that fits is taken; `k` counts bytes. Those of bf16 at 256 rows are
@@ -187,6 +187,7 @@ def _dense(
     if not m or not n:
         return out
     x, weight = x.contiguous(), weight.contiguous()
+    tile = fitted(tile, (tile.m + tile.n) * tile.k, shared_memory(x.device))
     width = tile.k // x.element_size()
     whole = all(t.data_ptr() % 16 == 0 for t in (x, weight)) and k * x.element_size() % 16 == 0
     tma = tile.tma and whole
@@ -221,6 +222,7 @@ def packed_linear(
         return out
     x, added = x.contiguous(), None if bias is None else bias.float()
     tile = tile_for(PACKED_TILES, m, n) if tile is None else tile
+    tile = fitted(tile, (2 * tile.m + tile.n) * tile.k, shared_memory(x.device))
     pointers, code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k
     with torch.cuda.device_of(x):

@@ -15,13 +15,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.triton_casts import to_bf16
-from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, tile_place
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_tiles import GROUP, Tile, fitted, operand_tile, tile_place
+from lqrl.quant.triton_use import shared_memory, tiles
 
 BLOCK = 128
 
-# For row scales: (largest M, smallest N, tile); None is `torch._scaled_mm`. See `benchmarks/decode_gemm.py`.
+# For row scales: (largest M, smallest N, tile); None is `torch._scaled_mm`. Chosen by `benchmarks/decode_gemm.py`, 8
+# rows on an H100, 64 and 256 on an H200.
 ROW_TILES: list[tuple[int, int, Tile | None]] = [
+    (16, 24576, Tile(16, 64, 256, 4, 4, tall=True)),
+    (16, 0, Tile(16, 64, 256, 4, 6, tall=True)),
+    (64, 24576, Tile(64, 128, 128, 4, 4, tma=True)),
+    (64, 6144, Tile(64, 64, 256, 4, 4, tall=True)),
+    (64, 0, Tile(64, 32, 256, 4, 4)),
+    (256, 6144, None),
+    (256, 0, Tile(128, 64, 128, 4, 6, tma=True)),
     (2**31, 0, None),
 ]
 
@@ -85,6 +93,7 @@ def block_scaled(
     tile = next(t for most, least, t in TILES if m <= most and n >= least) if tile is None else tile
     if BLOCK % tile.n or tile.k != BLOCK:
         raise ValueError(f"a tile of columns lies within one block of {BLOCK} and takes {BLOCK} inputs, got {tile}")
+    tile = fitted(tile, (tile.m + tile.n) * tile.k, shared_memory(x.device))
     tma = tile.tma and k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     with torch.cuda.device_of(x):
         _block_gemm[(tiles(m, tile.m) * tiles(n, tile.n),)](

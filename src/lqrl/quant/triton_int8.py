@@ -16,16 +16,19 @@ from lqrl.quant.triton_tiles import Tile
 __all__ = ["TILES", "Tile", "epilogue", "gemm", "tile_for"]
 
 # The first row whose limits hold is taken: (largest M, smallest N, tile); None is `torch._int_mm` and the epilogue.
-# `benchmarks/decode_gemm.py` times the candidates for few rows, `benchmarks/low_bit_gemm.py` for many. Up to 16 rows,
-# and up to 64 (query, key and value alone), they were measured on an H100; the others are starting values.
+# `benchmarks/decode_gemm.py` times the candidates for few rows, `benchmarks/low_bit_gemm.py` for many. 8 rows were
+# measured on an H100, 64 and 256 on an H200; the others are starting values.
 TILES: list[tuple[int, int, Tile | None]] = [
     (16, 24576, Tile(16, 64, 256, 4, 4, tall=True)),
     (16, 0, Tile(16, 64, 256, 4, 6, tall=True)),
     (32, 0, Tile(32, 32, 256, 4, 4)),
-    (64, 0, Tile(64, 64, 256, 4, 4, tall=True)),
+    (64, 24576, Tile(64, 128, 128, 4, 4)),
+    (64, 6144, Tile(64, 64, 256, 4, 4, tall=True)),
+    (64, 0, Tile(64, 32, 256, 4, 4, splits=2)),
     (128, 8192, Tile(128, 64, 128, 4, 4)),
     (128, 0, Tile(64, 64, 128, 4, 5)),
-    (256, 0, Tile(128, 64, 128, 4, 4)),
+    (256, 6144, Tile(128, 64, 128, 4, 4, tma=True)),
+    (256, 0, Tile(64, 128, 128, 4, 5, tma=True)),
     (1023, 0, Tile(128, 128, 128, 8, 4)),
     (2**31, 0, Tile(128, 256, 128, 8, 3, tma=True)),
 ]

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lqrl.quant.triton_epilogue import addend, finish, store_tile
-from lqrl.quant.triton_tiles import GROUP, Tile, operand_tile, split_steps, tile_place
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_tiles import GROUP, Tile, fitted, operand_tile, split_steps, tile_place
+from lqrl.quant.triton_use import shared_memory, tiles
 
 
 @triton.jit
@@ -72,6 +72,7 @@ def gemm(
     if not m:
         return out
     scales, added = (token_scale.contiguous(), weight_scale.contiguous()), addend(bias, dtype)
+    tile = fitted(tile, (tile.m + tile.n) * tile.k, shared_memory(x.device))
     fp8, (steps, splits) = x.dtype == torch.float8_e4m3fn, split_steps(k, tile)
     whole = splits == 1
     parts = out[None]

@@ -4,7 +4,7 @@
 # Inside a kernel tensors are indexed and descriptors loaded in ways that the stubs do not know.
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -13,6 +13,7 @@ from lqrl.quant.triton_use import tiles
 
 GROUP = 8
 """Row tiles that share weight tiles in L2."""
+_KEPT_BYTES = 4096  # of shared memory, for what a program needs besides its operands
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Tile:
     tma: bool = False
     tall: bool = False
     splits: int = 1
+
+
+def fitted(tile: Tile, step_bytes: int, shared_memory: int) -> Tile:
+    """``tile`` with as many stages as shared memory holds: the tables were measured where there is much of it.
+
+    Args:
+        tile: how the product is cut.
+        step_bytes: of both operands in one step.
+        shared_memory: bytes that a program may have, `lqrl.quant.triton_use.shared_memory`.
+    """
+    stages = max(1, min(tile.stages, (shared_memory - _KEPT_BYTES) // step_bytes))
+    return tile if stages == tile.stages else replace(tile, stages=stages)
 
 
 def split_steps(k: int, tile: Tile) -> tuple[int, int]:

@@ -57,6 +57,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program on a GPU may have; no limit elsewhere."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**31
+
+
 def use_triton(tensor: Tensor, capability: tuple[int, int] = TENSOR_CORES_INT8) -> bool:
     """Whether ``tensor`` is where Triton `serves`."""
     return tensor.is_cuda and serves(tensor.device, capability)

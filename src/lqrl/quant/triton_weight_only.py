@@ -16,8 +16,8 @@ from torch import Tensor
 from lqrl.quant.packed import PackedFormat, PackedWeight
 from lqrl.quant.triton_casts import EMULATED, from_bf16, from_e2m1, from_e4m3, from_e8m0, to_bf16
 from lqrl.quant.triton_epilogue import addend, finish, store_tile
-from lqrl.quant.triton_tiles import Tile, split_steps
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_tiles import Tile, fitted, split_steps
+from lqrl.quant.triton_use import shared_memory, tiles
 from lqrl.quant.triton_words import INT4, NVFP4, REORDERED, pair_order, word_scales, words_tile
 
 _FORMATS = {"int8": 0, "int4": 1, "nvfp4": 2, "mxfp4": 3}
@@ -25,6 +25,9 @@ _INT8 = tl.constexpr(0)
 
 FUSED_ROWS = 64
 """Most rows that `linear` is for; more are faster with the weight dequantized first."""
+
+GATHERED_ROWS = 16
+"""Most rows that every tile brings into the order of words itself; more are reordered once, before the product."""
 
 # By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 up to
 # 16 rows was measured on an H100; the others are starting values.
@@ -112,22 +115,32 @@ def _unpack(
 
 
 @triton.jit
+def _reorder(x_ptr, out_ptr, K: tl.constexpr, BK: tl.constexpr):
+    """Inputs of one row in the order of `lqrl.quant.triton_words`, pieces of 4 bytes."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK
+    place = tl.arange(0, BK)
+    within = start + place < K
+    x = tl.load(x_ptr + row * K + start + pair_order(BK), mask=within)
+    tl.store(out_ptr + row * K + start + place, x, mask=within)
+
+
+@triton.jit
 def _fused(
     x_ptr, codes_ptr, scale_ptr, global_ptr, bias_ptr, out_ptr, m, n, K: tl.constexpr,
-    FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, WORDS: tl.constexpr,
+    FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, WORDS: tl.constexpr, GATHER: tl.constexpr,
     FINISHED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One split of K of ``W x.T``: the many outputs take the tensor core's tall side.
 
-    ``WORDS``: codes are read as 32-bit words, see `lqrl.quant.triton_words`. Without ``FINISHED`` the sum itself is
-    written, to the split's part of ``out``.
+    ``WORDS``: codes are read as 32-bit words, see `lqrl.quant.triton_words`; ``x`` is in their order, or with
+    ``GATHER`` brought into it. Without ``FINISHED`` the sum itself is written, to the split's part of ``out``.
     """
     columns = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     held = tl.minimum(columns, n - 1)
     split = tl.program_id(1)
     rows = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
-    place = pair_order(BK) if WORDS else tl.arange(0, BK)
+    place = pair_order(BK) if GATHER else tl.arange(0, BK)
     x_ptr += tl.minimum(rows, m - 1)[:, None] * K
     whole = tl.load(global_ptr) if FORMAT == NVFP4 else 1.0
     COUNT: tl.constexpr = max(2, BK // SIZE)  # one scale is read twice, or the compiler orders values by shared memory
@@ -196,6 +209,12 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def _reordered(x: Tensor) -> Tensor:
+    out, block = torch.empty_like(x), 1024
+    _reorder[(x.shape[0], tiles(x.shape[1], block))](x, out, K=x.shape[1], BK=block, num_warps=4)
+    return out
+
+
 def linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
@@ -214,16 +233,18 @@ def linear(
         return out
     x, added, bf16 = x.contiguous(), addend(bias, dtype), dtype == torch.bfloat16
     tile = tile_for(weight.format, m, n) if tile is None else tile
+    tile = fitted(tile, 2 * tile.m * tile.k + tile.n * tile.k, shared_memory(x.device))
     (codes, scale, whole), code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k
     words = weight.format != "int8" and k % REORDERED == 0 and (weight.format != "int4" or scale_bf16)
     steps, splits = split_steps(k, tile)
     parts = out[None] if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
+        x = _reordered(x) if words and m > GATHERED_ROWS else x
         _fused[(tiles(n, tile.n), splits, tiles(m, tile.m))](
             x, codes.view(torch.int32) if words else codes, scale, whole, x if added is None else added, parts, m, n,
             K=k, FORMAT=code, SIZE=size, SCALE_BF16=scale_bf16, WORDS=words,
-            FINISHED=splits == 1, BIAS=added is not None, BF16=bf16,
+            GATHER=words and m <= GATHERED_ROWS, FINISHED=splits == 1, BIAS=added is not None, BF16=bf16,
             STEPS=steps, BM=tile.m, BN=tile.n, BK=tile.k,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
