@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 from interpreter import print_checks
 from torch import Tensor
@@ -102,6 +103,30 @@ def check_word_values(device: torch.device) -> None:
                 same((got,), (eager(torch.bfloat16).T[-len(some) :] + 0.0,), packed.format)  # a sum is no -0
 
 
+def check_packed_tables(device: torch.device) -> None:
+    """Every tile of the tables, at the size of its rows: the same bits each time, and near the dequantized product."""
+    from lqrl.quant import triton_weight_only as t
+    from lqrl.quant.triton_tiles import Tile
+
+    small = device.type == "cpu"
+    k, repeats = (128, 1) if small else (4096, 10)
+    widths = (24,) if small else (24576, 6144, 20)
+    for packed, eager in (case for n in widths for case in packed_weights(device, n, k)):
+        n = packed.shape[0]
+        for m in (3, 20) if small else (8, 16, 63, 100, 256):
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(device, torch.bfloat16)
+            wanted = x.double() @ eager(torch.bfloat16).double().T
+            first = t.linear(x, packed, None, torch.float32)
+            where = f"{packed.format} {m} {n} {t.tile_for(packed.format, m, n)}"
+            assert (first - wanted).norm() <= 1e-4 * wanted.norm(), where
+            for _ in range(repeats):
+                same((t.linear(x, packed, None, torch.float32),), (first,), where)
+    packed, _ = packed_weights(device, 20, k)[0]
+    x = torch.zeros(1, k, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="at most 4 warps"):
+        t.linear(x, packed, None, torch.float32, Tile(64, 128, 128, 8, 4, tall=True))
+
+
 def check_draw(device: torch.device) -> None:
     """Tokens and log-probs of the eager code; a uniform at the boundary of two tokens may take either."""
     from lqrl.engines import triton_draw as t
@@ -145,6 +170,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_norm_quantize,
         check_scaled_gemm,
         check_word_values,
+        check_packed_tables,
         check_draw,
     )
 }

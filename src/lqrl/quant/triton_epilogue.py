@@ -40,7 +40,7 @@ def store_tile(
     tl.store(pointers, to_bf16(out) if BF16 else out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _finish(
     parts_ptr, part_stride, row_stride, out_ptr, token_ptr, weight_ptr, bias_ptr, m, n,
     PARTS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,

@@ -98,7 +98,7 @@ def _store(
     tl.store(pointers, to_bf16(acc) if BF16 else acc, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _gemm(
     x, w, out_ptr, token_ptr, weight_ptr, bias_ptr, m, n, K: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
@@ -115,7 +115,7 @@ def _gemm(
     _store(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, SCALED, BIAS, BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _packed_gemm(
     x_ptr, codes_ptr, scale_ptr, global_ptr, out_ptr, bias_ptr, m, n, K: tl.constexpr,
     FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,

@@ -47,7 +47,7 @@ def row_tile_for(m: int, n: int) -> Tile | None:
     return next(tile for most, least, tile in ROW_TILES if m <= most and n >= least)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _block_gemm(
     x, w, out_ptr, x_scale_ptr, w_scale_ptr, m, n, K: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
     TALL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,

@@ -20,7 +20,7 @@ from lqrl.quant.triton_tiles import GROUP, Tile, fitted, operand_tile, split_ste
 from lqrl.quant.triton_use import shared_memory, tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _gemm(
     x, w, x_stride, w_stride, out_ptr, token_ptr, weight_ptr, bias_ptr, m, n, K: tl.constexpr,
     FP8: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,

@@ -23,14 +23,17 @@ from lqrl.quant.triton_words import INT4, NVFP4, REORDERED, pair_order, word_sca
 _FORMATS = {"int8": 0, "int4": 1, "nvfp4": 2, "mxfp4": 3}
 _INT8 = tl.constexpr(0)
 
-FUSED_ROWS = 64
+FUSED_ROWS: dict[PackedFormat, int] = {"int8": 64, "int4": 256, "nvfp4": 64, "mxfp4": 64}
 """Most rows that `linear` is for; more are faster with the weight dequantized first."""
+MOST_WARPS = 4
+"""Of a tile. Dequantized weights are an operand in registers, and then the compiler (triton 3.6) lets one group of four
+warps refill shared memory that another still reads."""
 
 GATHERED_ROWS = 16
 """Most rows that every tile brings into the order of words itself; more are reordered once, before the product."""
 
-# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 up to
-# 16 rows was measured on an H100; the others are starting values.
+# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 was
+# measured at 8 rows on an H100, at 64 and 256 on an H200; the others are starting values.
 _FEW: list[tuple[int, int, Tile]] = [
     (16, 8192, Tile(16, 64, 256, 4, 4, tall=True)),
     (16, 0, Tile(16, 64, 256, 4, 4, tall=True, splits=4)),
@@ -40,7 +43,13 @@ _FEW: list[tuple[int, int, Tile]] = [
 _INT4: list[tuple[int, int, Tile]] = [
     (16, 24576, Tile(16, 64, 512, 4, 3, tall=True)),
     (16, 0, Tile(16, 64, 512, 4, 3, tall=True, splits=2)),
-    *_FEW[2:],
+    (64, 24576, Tile(64, 128, 128, 4, 4, tall=True)),
+    (64, 6144, Tile(64, 64, 256, 4, 3, tall=True, splits=2)),
+    (64, 0, Tile(64, 64, 256, 4, 3, tall=True, splits=4)),
+    (128, 6144, Tile(128, 64, 128, 4, 4, tall=True)),
+    (128, 0, Tile(128, 64, 128, 4, 4, tall=True, splits=2)),
+    (2**31, 6144, Tile(256, 64, 64, 4, 4, tall=True)),
+    (2**31, 0, Tile(256, 64, 64, 4, 4, tall=True, splits=2)),
 ]
 TILES: dict[PackedFormat, list[tuple[int, int, Tile]]] = {"int8": _FEW, "int4": _INT4, "nvfp4": _FEW, "mxfp4": _FEW}
 
@@ -124,7 +133,7 @@ def _reorder(x_ptr, out_ptr, K: tl.constexpr, BK: tl.constexpr):
     tl.store(out_ptr + row * K + start + place, x, mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _fused(
     x_ptr, codes_ptr, scale_ptr, global_ptr, bias_ptr, out_ptr, m, n, K: tl.constexpr,
     FORMAT: tl.constexpr, SIZE: tl.constexpr, SCALE_BF16: tl.constexpr, WORDS: tl.constexpr, GATHER: tl.constexpr,
@@ -221,11 +230,14 @@ def linear(
     """``x @ weight.T`` with the weight's values in bf16 and fp32 sums, then ``+ bias`` in ``dtype``.
 
     Args:
-        x: bf16 ``[M, K]``; made for M up to `FUSED_ROWS`, right for any.
+        x: bf16 ``[M, K]``; made for M up to `FUSED_ROWS` of the format, right for any.
         weight: codes and scales of ``[N, K]``.
         bias: ``[N]`` or none.
         dtype: of the result, bf16 or fp32.
         tile: how the product is cut, always ``tall``; default: what `TILES` says.
+
+    Raises:
+        ValueError: for a tile of more than `MOST_WARPS`.
     """
     (m, k), (n, _) = x.shape, weight.shape
     out = torch.empty(m, n, dtype=dtype, device=x.device)
@@ -233,6 +245,8 @@ def linear(
         return out
     x, added, bf16 = x.contiguous(), addend(bias, dtype), dtype == torch.bfloat16
     tile = tile_for(weight.format, m, n) if tile is None else tile
+    if tile.warps > MOST_WARPS:
+        raise ValueError(f"a tile has at most {MOST_WARPS} warps here, got {tile}")
     tile = fitted(tile, 2 * tile.m * tile.k + tile.n * tile.k, shared_memory(x.device))
     (codes, scale, whole), code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k

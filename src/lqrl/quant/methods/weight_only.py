@@ -81,7 +81,7 @@ class PackedWeightOnly(WeightOnly):
         from lqrl.quant import triton_weight_only
 
         weight, rows = self.packed(operands), x.reshape(-1, x.shape[-1])
-        if x.dtype != torch.bfloat16 or len(rows) > triton_weight_only.FUSED_ROWS:
+        if x.dtype != torch.bfloat16 or len(rows) > triton_weight_only.FUSED_ROWS[weight.format]:
             return super().linear(x, (triton_weight_only.dequantize(weight, torch.bfloat16),), bias)
         return triton_weight_only.linear(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
 
@@ -92,7 +92,7 @@ class PackedWeightOnly(WeightOnly):
         from lqrl.quant import triton_weight_only
 
         weight = self.packed(operands)
-        if x.dtype != torch.bfloat16 or len(x) > triton_weight_only.FUSED_ROWS:
+        if x.dtype != torch.bfloat16 or len(x) > triton_weight_only.FUSED_ROWS[weight.format]:
             return super().logits(x, (triton_weight_only.dequantize(weight, torch.bfloat16),))
         return triton_weight_only.linear(x, weight, None, torch.float32)
 
