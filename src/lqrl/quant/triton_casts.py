@@ -185,6 +185,18 @@ def opaque(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def settled(acc: tl.tensor) -> tl.tensor:
+    """fp32 ``acc`` once it is there, for sums whose products read an operand from registers.
+
+    Such products of Hopper's tensor cores run on while the loop goes on, and the compiler (triton 3.6) reuses the
+    registers that they still read. A sum that is looked at must be there.
+    """
+    if not EMULATED:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def quotient(x: tl.tensor, divisor: tl.tensor) -> tl.tensor:
     """``x / divisor`` rounded to nearest even, in five operations an element where many share a divisor.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lqrl.quant.packed import PackedFormat, PackedWeight
-from lqrl.quant.triton_casts import EMULATED, from_bf16, from_e2m1, from_e4m3, from_e8m0, to_bf16
+from lqrl.quant.triton_casts import EMULATED, from_bf16, from_e2m1, from_e4m3, from_e8m0, settled, to_bf16
 from lqrl.quant.triton_epilogue import addend, finish, store_tile
 from lqrl.quant.triton_tiles import Tile, fitted, split_steps
 from lqrl.quant.triton_use import shared_memory, tiles
@@ -25,15 +25,12 @@ _INT8 = tl.constexpr(0)
 
 FUSED_ROWS: dict[PackedFormat, int] = {"int8": 64, "int4": 256, "nvfp4": 64, "mxfp4": 64}
 """Most rows that `linear` is for; more are faster with the weight dequantized first."""
-MOST_WARPS = 4
-"""Of a tile. Dequantized weights are an operand in registers, and then the compiler (triton 3.6) lets one group of four
-warps refill shared memory that another still reads."""
 
 GATHERED_ROWS = 16
 """Most rows that every tile brings into the order of words itself; more are reordered once, before the product."""
 
-# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 was
-# measured at 8 rows on an H100, at 64 and 256 on an H200; the others are starting values.
+# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 up to
+# 16 rows was measured on an H100; the others are starting values.
 _FEW: list[tuple[int, int, Tile]] = [
     (16, 8192, Tile(16, 64, 256, 4, 4, tall=True)),
     (16, 0, Tile(16, 64, 256, 4, 4, tall=True, splits=4)),
@@ -44,8 +41,8 @@ _INT4: list[tuple[int, int, Tile]] = [
     (16, 24576, Tile(16, 64, 512, 4, 3, tall=True)),
     (16, 0, Tile(16, 64, 512, 4, 3, tall=True, splits=2)),
     (64, 24576, Tile(64, 128, 128, 4, 4, tall=True)),
-    (64, 6144, Tile(64, 64, 256, 4, 3, tall=True, splits=2)),
-    (64, 0, Tile(64, 64, 256, 4, 3, tall=True, splits=4)),
+    (64, 6144, Tile(64, 64, 128, 4, 3, tall=True, splits=2)),
+    (64, 0, Tile(64, 64, 128, 4, 3, tall=True, splits=4)),
     (128, 6144, Tile(128, 64, 128, 4, 4, tall=True)),
     (128, 0, Tile(128, 64, 128, 4, 4, tall=True, splits=2)),
     (2**31, 6144, Tile(256, 64, 64, 4, 4, tall=True)),
@@ -181,7 +178,7 @@ def _fused(
         if EMULATED:  # the interpreter has no bf16 products
             acc = tl.dot(w.to(tl.float32), x.to(tl.float32).T, acc, input_precision="ieee")
         else:
-            acc = tl.dot(w, x.T, acc)
+            acc = settled(tl.dot(w, x.T, acc))
     acc = acc.T
     if FINISHED:
         store_tile(acc, out_ptr, out_ptr, out_ptr, bias_ptr, rows, columns, m, n, False, BIAS, BF16)
@@ -235,9 +232,6 @@ def linear(
         bias: ``[N]`` or none.
         dtype: of the result, bf16 or fp32.
         tile: how the product is cut, always ``tall``; default: what `TILES` says.
-
-    Raises:
-        ValueError: for a tile of more than `MOST_WARPS`.
     """
     (m, k), (n, _) = x.shape, weight.shape
     out = torch.empty(m, n, dtype=dtype, device=x.device)
@@ -245,8 +239,6 @@ def linear(
         return out
     x, added, bf16 = x.contiguous(), addend(bias, dtype), dtype == torch.bfloat16
     tile = tile_for(weight.format, m, n) if tile is None else tile
-    if tile.warps > MOST_WARPS:
-        raise ValueError(f"a tile has at most {MOST_WARPS} warps here, got {tile}")
     tile = fitted(tile, 2 * tile.m * tile.k + tile.n * tile.k, shared_memory(x.device))
     (codes, scale, whole), code, scale_bf16 = kernel_arguments(weight)
     size = weight.group_size if weight.format != "int8" else k
