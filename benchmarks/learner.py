@@ -141,7 +141,8 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
     from lqrl.learner.scorer import Scorer
     from lqrl.learner.update import Objective, accumulate_gradients
     from lqrl.modeling.backbone import load_model
-    from lqrl.quant import QuantScheme, prepare_
+    from lqrl.modeling.fused import fuse_layers_
+    from lqrl.quant import QuantScheme, prepare_, triton_use
     from lqrl.types import ClipRange
 
     policy = load_model(SHAPES[case["model"]].config(batch.input_ids.shape[1]), dtype=dtype, device=device)
@@ -150,6 +151,8 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
     if scheme.quantizes:
         prepare_(policy, scheme, export_dtype=dtype)
     policy.train()
+    if triton_use.serves(device):
+        fuse_layers_(policy)
     scorer = Scorer(policy, 1.0, dtype)
 
     def step() -> None:

@@ -13,9 +13,10 @@ from lqrl.learner.scorer import Scorer
 from lqrl.learner.seeds import derive_seed
 from lqrl.modeling.backbone import load_model
 from lqrl.modeling.exact import exact_learner_
+from lqrl.modeling.fused import fuse_layers_
 from lqrl.modeling.recompute import recompute_layers_
 from lqrl.modeling.sources import resolve_source
-from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_, target_modules
+from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_, target_modules, triton_use
 from lqrl.quant.checkpoint import load_cache_scales_, resolve_scheme
 from lqrl.quant.checkpoint_reader import holds_codes
 from lqrl.quant.kv import calibrates_kv, kv_rounding, prepare_kv_
@@ -108,6 +109,8 @@ def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
     changed = _follow(module, module.scorer, engine)
     if changed:
         rank_zero_info(f"{changed} modules of the policy round where the engine does: {engine.arithmetic}")
+    if triton_use.serves(device) and not module.exact:
+        rank_zero_info(f"{fuse_layers_(module.policy)} modules of the policy run on fused kernels")
     return engine
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lqrl.quant.triton_use import use_triton
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -55,6 +57,10 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Gradients of ``x`` and ``weight`` in their dtypes."""
         x, weight, inverse = ctx.saved_tensors
+        if use_triton(x):
+            from lqrl.quant.triton_gradients import rms_norm_gradient
+
+            return *rms_norm_gradient(grad, x, weight, inverse, ctx.needs_input_grad[1]), None, None
         normed = x.float() * inverse
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lqrl.modeling import varlen
 from lqrl.quant import exact as exact_rows
 
 ATTENTION_NAME = "lqrl"
@@ -123,17 +125,13 @@ class PackedContext(AttentionContext):
         self.longest = max(self.lengths)
         self.tokens = sum(self.lengths)
         self.sequences = exact_rows.packed_sequences(self.lengths, device) if exact else None
-        self._index: Tensor | None = None
-        if min(self.lengths) != self.longest:
-            counts = torch.tensor(self.lengths)
-            starts = torch.arange(len(self.lengths)) * self.longest - (counts.cumsum(0) - counts)
-            index = torch.arange(self.tokens) + starts.repeat_interleave(counts)
-            self._index = index.to(device)
+        self._device = device
+        self._uneven = min(self.lengths) != self.longest
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Scatter to ``[B, H, T, D]``, attend, gather back; equal lengths need no scatter."""
+        """Without padding where PyTorch can, else scattered to ``[B, H, T, D]`` and gathered back."""
         if q.shape[2] != self.tokens:
             raise ValueError(f"the model got {q.shape[2]} tokens, its attention_context describes {self.tokens}")
         if self._kv is not None:
@@ -144,13 +142,29 @@ class PackedContext(AttentionContext):
 
     def usual(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
         """`attend` on PyTorch's kernels."""
+        if self._uneven and varlen.serves(q, k, v):
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            return varlen.attend(q, k, v, self._offsets, self.longest, scaling, sliding_window)[None]
         out = causal_attention(self._unpack(q), self._unpack(k), self._unpack(v), scaling, sliding_window)
         rows = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
-        return (rows if self._index is None else rows.index_select(0, self._index))[None]
+        return (rows.index_select(0, self._index) if self._uneven else rows)[None]
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """Where each token lies among the padded ones."""
+        counts = torch.tensor(self.lengths)
+        starts = torch.arange(len(self.lengths)) * self.longest - (counts.cumsum(0) - counts)
+        return (torch.arange(self.tokens) + starts.repeat_interleave(counts)).to(self._device)
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """int32 ``[S + 1]``: where sequences begin, and the number of tokens."""
+        counts = torch.tensor([0, *self.lengths], dtype=torch.int32)
+        return counts.cumsum(0, dtype=torch.int32).to(self._device)
 
     def _unpack(self, x: Tensor) -> Tensor:
         rows = x[0].transpose(0, 1)  # [N, H, D]
-        if self._index is not None:
+        if self._uneven:
             padded = rows.new_zeros(len(self.lengths) * self.longest, *rows.shape[1:])
             rows = padded.index_copy(0, self._index, rows)
         return rows.reshape(len(self.lengths), self.longest, *rows.shape[1:]).transpose(1, 2)

@@ -19,6 +19,7 @@ from lqrl.quant.codes import CodeModule
 from lqrl.quant.low_rank import Factor, low_rank
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 from lqrl.quant.numerics import shared_amax
+from lqrl.quant.rows import quantize_fp8_token, quantize_int8_token
 
 BackwardMode = Literal["high_precision", "dequantized"]
 
@@ -89,12 +90,16 @@ class _StraightThrough(torch.autograd.Function):
         quantized: Quantized,
         export_dtype: torch.dtype,
         backward: BackwardMode,
+        coded: Coded | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dequantized = quantized if backward == "dequantized" else None
         shipped = None if bias is None else bias.to(export_dtype)
-        return quantized.method.linear(x, quantized.operands, shipped)
+        if coded is None:
+            return quantized.method.linear(x, quantized.operands, shipped)
+        y = quantized.method.coded_linear(coded, quantized.operands, shipped, x.dtype)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -109,7 +114,7 @@ class _StraightThrough(torch.autograd.Function):
             grad_w = (rows.t() @ inputs.reshape(-1, x.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_b = rows.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_b, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None
 
 
 def straight_through(
@@ -119,9 +124,13 @@ def straight_through(
     quantized: Quantized,
     export_dtype: torch.dtype,
     backward: BackwardMode,
+    coded: Coded | None = None,
 ) -> Tensor:
-    """The engine's product of ``x`` ``[..., K]`` with the codes; backward see `AlignedLinear`."""
-    return _StraightThrough.apply(x, weight, bias, quantized, export_dtype, backward)
+    """The engine's product of ``x`` ``[..., K]`` with the codes; backward see `AlignedLinear`.
+
+    ``coded``: ``x`` quantized already, where the format quantizes tokens.
+    """
+    return _StraightThrough.apply(x, weight, bias, quantized, export_dtype, backward, coded)
 
 
 @dataclass
@@ -236,6 +245,11 @@ class AlignedLinear(nn.Linear):
     def _aligned(self, x: Tensor) -> Tensor:
         return straight_through(x, self.weight, self.bias, self._quantized(), self.export_dtype, self.backward_mode)
 
+    def coded(self, x: Tensor, coded: Coded) -> Tensor:
+        """`forward` outside autocast of tokens ``x`` whose codes are there already."""
+        codes, mode = self._quantized(), self.backward_mode
+        return straight_through(x, self.weight, self.bias, codes, self.export_dtype, mode, coded)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AlignedLinear:
         self.invalidate()
         return super()._apply(fn, recurse)
@@ -272,6 +286,23 @@ def quantize_layers(layers: Sequence[AlignedLinear]) -> dict[AlignedLinear, dict
             layer._held.codes = Quantized(key, method, tensors, dtype)
             found[layer] = tensors
     return found
+
+
+def products(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """What each of ``layers`` makes of ``x``, with the bits of one call after the other.
+
+    Aligned layers of a format that quantizes tokens share the codes of ``x``.
+    """
+    kinds = {layer.method.token_codes for layer in layers if type(layer) is AlignedLinear}
+    kind = next(iter(kinds), None)
+    hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+    plain = all(type(layer) is AlignedLinear for layer in layers)
+    if kind is None or len(kinds) > 1 or hooked or not plain or torch.is_autocast_enabled(x.device.type):
+        return [layer(x) for layer in layers]
+    with torch.no_grad():
+        rows = x.reshape(-1, x.shape[-1])
+        coded = Coded(*(quantize_int8_token(rows) if kind == "int8" else quantize_fp8_token(rows)))
+    return [layer.coded(x, coded) for layer in layers if isinstance(layer, AlignedLinear)]
 
 
 class QuantizedLinear(CodeModule):

@@ -1,0 +1,121 @@
+"""Attention of packed sequences by PyTorch's variable-length kernel, which computes no padding; on CUDA, in 16 bits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+
+_WIDEST_HEAD = 256
+_CLOSE = 3e-2  # of the largest element: two kernels' roundings of bf16
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        log.info("torch %s has no variable-length attention: packed sequences are padded for theirs", torch.__version__)
+        return None
+    missing = {"scale", "window_size"} - inspect.signature(varlen_attn).parameters.keys()
+    if missing:
+        log.info("variable-length attention of torch %s takes no %s", torch.__version__, " and no ".join(missing))
+        return None
+    return varlen_attn
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+) -> Tensor:
+    """Causal self-attention of each sequence; differentiable.
+
+    Args:
+        q: ``[N, H, D]``.
+        k, v: ``[N, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
+        offsets: ``[S + 1]`` int32 on the device: where sequences begin, and N.
+        longest: tokens of the longest sequence.
+        scaling: factor of the scores.
+        window: a query sees this many keys, itself included; ``None`` for all.
+
+    Returns:
+        ``[N, H, D]``.
+    """
+    kernel = _kernel()
+    assert kernel is not None
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return kernel(q, k, v, offsets, offsets, longest, longest, **options)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `attend` takes these: 16-bit heads of one width on an NVIDIA GPU where it gave right answers."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    width = q.shape[-1]
+    fits = width == v.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
+    return fits and _works(q.device, q.dtype)
+
+
+@functools.cache
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Try it, forward and backward, against attention of one sequence at a time."""
+    if _kernel() is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        for window in (None, 5):
+            _try(device, dtype, window)
+    except Exception as error:
+        log.warning(
+            "variable-length attention of torch %s does not work on %s: %s: %s. Packed sequences are padded for "
+            "their attention",
+            torch.__version__,
+            torch.cuda.get_device_name(device),
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _try(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    lengths, (heads, kv_heads, width) = [3, 70], (4, 2, 64)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> Tensor:
+        return torch.randn(sum(lengths), count, width, generator=generator).to(device, dtype).requires_grad_()
+
+    q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
+    seed = torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
+    offsets = torch.tensor([0, 3, 73], dtype=torch.int32, device=device)
+    got = attend(q, k, v, offsets, max(lengths), width**-0.5, window)
+    made = (got, *torch.autograd.grad(got, (q, k, v), seed))
+    parts = []
+    for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        at = torch.arange(len(a), device=device)
+        distance = at[:, None] - at[None, :]
+        mask = (distance >= 0) & (distance < (window or len(a)))
+        rows = (x.float().transpose(0, 1)[None] for x in (a, b, c))
+        out = F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    wanted = torch.cat(parts)
+    for name, x, y in zip(
+        ("result", "query", "key", "value"),
+        made,
+        (wanted, *torch.autograd.grad(wanted, (q, k, v), seed.float())),
+        strict=True,
+    ):
+        error = (x.float() - y.float()).abs().max() / y.float().abs().max()
+        if not error <= _CLOSE:
+            raise RuntimeError(f"its {name} is off by {float(error):.1e} of its size, with a window of {window}")
