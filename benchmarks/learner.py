@@ -17,6 +17,7 @@ Each learner runs in a process of its own; one that fails or takes longer than `
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,6 +85,9 @@ def measure_case(case: Row) -> None:
             tokens, needed = sum(map(sum, lengths)), 0
         seconds, peak = measure(run, before, case["repeats"], device)
         peak = None if peak is None else peak - needed
+        if case["kernels"] and device.type == "cuda":
+            before()
+            shared["kernels"] = kernels(run, case["kernels"])
         send(shared | {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "peak_bytes": peak})
     except Exception as error:
         send(shared | failure(error))
@@ -106,6 +110,24 @@ def measure(run: Callable[[], object], before: Callable[[], object], repeats: in
         if turn:
             times.append(time.perf_counter() - started)
     return statistics.median(times), torch.cuda.max_memory_allocated(device) if cuda else None
+
+
+def kernels(run: Callable[[], object], most: int) -> list[str]:
+    """How much of a run kernels fill, and which, as the profiler sees them."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    total, count = sum(event.self_device_time_total for event in events), sum(event.count for event in events)
+    lines = [f"  {count} kernels take {total / 1e3:.0f} ms of {seconds * 1e3:.0f} ms under the profiler"]
+    for event in events[:most]:
+        time_us = event.self_device_time_total
+        lines.append(f"  {time_us / 1e3:8.1f} ms {event.count:7d} x  {time_us / total:4.0%}  {event.key[:100]}")
+    return lines
 
 
 def make_batch(model: str, lengths: Sequence[tuple[int, int]]) -> TrainBatch:
@@ -239,29 +261,35 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     lengths, jobs = mixed_lengths(args.total, args.longest), []
     first = (PEER, "none")
     for model in args.models:
-        for learner in [*sorted(args.learners, key=lambda name: (name not in first, name != PEER)), *HEADS]:
-            budget = args.budget_tokens or BUDGETS[model]
+        learners = sorted(args.learners, key=lambda name: (name not in first, name != PEER))
+        for learner, budget in itertools.product([*learners, *HEADS], args.budget_tokens or [BUDGETS[model]]):
             case = {"model": model, "learner": learner, "lengths": lengths, "budget": budget, "repeats": args.repeats}
-            case |= {"device": args.device, "dtype": args.dtype}
+            case |= {"device": args.device, "dtype": args.dtype, "kernels": args.kernels}
             jobs.append(Job(__file__, case, [{"model": model, "learner": learner, "budget": budget}]))
     return jobs
 
 
 class Ratios:
-    """Rows so far, by model and learner."""
+    """Rows so far, by model, learner and micro-batch."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, str], Row] = {}
+        self._rows: dict[tuple[str, str, int], Row] = {}
 
     def add(self, row: Row) -> Row:
-        """``row`` with its speed and memory over those of transformers, or full logits, and its speed over bf16's."""
+        """``row`` with its speed over bf16's with the same micro-batch, and its speed and memory over another's.
+
+        That is transformers with the micro-batch that suits it best, or full logits of as many tokens.
+        """
         if "tokens_per_s" not in row:
             return row
-        model, learner = row["model"], row["learner"]
-        self._rows[model, learner] = row
-        peer = self._rows.get((model, HEADS[0] if learner in HEADS else PEER))
-        plain = self._rows.get((model, "none")) if learner not in (*HEADS, PEER) else None
-        if peer is not None and peer is not row:
+        model, learner, budget = row["model"], row["learner"], row["budget"]
+        self._rows[model, learner, budget] = row
+        peers = [r for (m, name, _), r in self._rows.items() if m == model and name == PEER]
+        peer = max(peers, key=lambda r: r["tokens_per_s"], default=None)
+        if learner in HEADS:
+            peer = self._rows.get((model, HEADS[0], budget))
+        plain = self._rows.get((model, "none", budget)) if learner not in (*HEADS, PEER) else None
+        if peer is not None and learner not in (PEER, HEADS[0]):
             row = row | {"x_peer": row["tokens_per_s"] / peer["tokens_per_s"]}
             if row["peak_bytes"] is not None and peer["peak_bytes"]:
                 row["memory_x_peer"] = row["peak_bytes"] / peer["peak_bytes"]
@@ -287,9 +315,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--total", type=int, default=65536, help="tokens of an optimizer step")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sequence")
-    parser.add_argument("--budget-tokens", type=int, help="most tokens of a micro-batch; the default goes by the model")
+    parser.add_argument(
+        "--budget-tokens", type=int, nargs="+", help="most tokens of a micro-batch; the default goes by the model"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of parameters and products")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels of each learner, on a GPU")
     add_job_options(parser, "one row", limit=120)
     return parser.parse_args(argv)
 
@@ -304,9 +335,10 @@ def main() -> None:
     lengths = [sum(pair) for pair in mixed_lengths(args.total, args.longest)]
     print(f"{args.dtype}, {args.device}, {sum(lengths)} tokens in {len(lengths)} sequences of up to {max(lengths)}")
     for model in args.models:
-        rows = max(1, (args.budget_tokens or BUDGETS[model]) // max(lengths))
-        share = 1 - sum(lengths) / padded_tokens(lengths, rows)
-        print(f"{model}: {rows} rows at a time are padded by {share:.0%} in {PEER}")
+        for budget in args.budget_tokens or [BUDGETS[model]]:
+            rows = max(1, budget // max(lengths))
+            share = 1 - sum(lengths) / padded_tokens(lengths, rows)
+            print(f"{model}: {rows} rows at a time are padded by {share:.0%} in {PEER}")
     print()
     ratio_columns = ("x transformers or full logits", "x bf16", "peak, GiB", "of transformers or full logits")
     table = Table("model", "learner", "micro-batch", "s", "tokens/s", *ratio_columns, "note")
@@ -314,6 +346,8 @@ def main() -> None:
         row = ratios.add(row)
         record.add(row | {"total": args.total, "longest": args.longest})
         show(table, row)
+        for line in row.get("kernels", ()):
+            print(line)
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 

@@ -154,16 +154,20 @@ def test_lengths_are_mixed_and_add_up(learner):
 def test_ratios_of_learners_are_to_their_own_peers(learner):
     ratios = learner.Ratios()
 
-    def add(name, rate, peak):
-        return ratios.add({"model": "4B", "learner": name, "tokens_per_s": rate, "peak_bytes": peak})
+    def add(name, rate, peak, budget=64):
+        row = {"model": "4B", "learner": name, "budget": budget, "tokens_per_s": rate, "peak_bytes": peak}
+        return ratios.add(row)
 
-    assert "x_peer" not in add("transformers", 10.0, 8)
+    assert "x_peer" not in add("transformers", 5.0, 4, 32)
+    assert "x_peer" not in add("transformers", 10.0, 8)  # what suits it best
     assert add("none", 20.0, 4) | {"x_peer": 2.0, "memory_x_peer": 0.5} == add("none", 20.0, 4)
     assert add("int8_w8a8", 30.0, 4)["x_bf16"] == 1.5
+    assert "x_bf16" not in add("int8_w8a8", 30.0, 4, 32)
+    assert add("none", 20.0, 4, 32)["x_peer"] == 2.0
     assert "x_peer" not in add("full logits", 50.0, None)
     last = add("chunked log-probs", 25.0, 4)
     assert (last["x_peer"], "x_bf16" in last, "memory_x_peer" in last) == (0.5, False, False)
-    lost = {"model": "4B", "learner": "none", "error": "out of memory"}
+    lost = {"model": "4B", "learner": "none", "budget": 64, "error": "out of memory"}
     assert ratios.add(lost) == lost
 
 
