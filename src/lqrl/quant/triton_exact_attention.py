@@ -28,7 +28,14 @@ from torch import Tensor
 from lqrl.quant.exact import Sequences
 from lqrl.quant.kv import Cached
 from lqrl.quant.triton_casts import EMULATED, from_e4m3, opaque, rounded_to_bf16, to_bf16
-from lqrl.quant.triton_use import TENSOR_CORES_FP8, multiprocessors, power_of_two, tiles, use_triton
+from lqrl.quant.triton_use import (
+    TENSOR_CORES_FP8,
+    multiprocessors,
+    power_of_two,
+    shared_memory,
+    tiles,
+    use_triton,
+)
 
 _LOG2_E = 1.4426950408889634
 
@@ -53,6 +60,8 @@ TILE = Tile(64, 64, 4, 2)
 FP32_TILE = Tile(16, 32, 4, 1)  # outside the tensor cores
 PART = 1024
 """Keys whose sums begin anew, a multiple of every tile's; another number is another order of summation."""
+_DECODE_STAGES = 3  # of one query a sequence, 8 to 14 % faster than 2 on an H200, where shared memory holds them
+_DECODE_SHARED = 160 * 1024
 _PER_SM = 2  # programs that a multiprocessor runs at a time
 _WHOLE, _THROUGH, _SPLIT = (tl.constexpr(way) for way in range(3))
 
@@ -223,6 +232,12 @@ def _operand(x: Tensor | Cached) -> tuple[Tensor, Tensor | None, list[int]]:
     return values, scale, [*strides, *(scale.stride(i) for i in order)]
 
 
+def _stages(tile: Tile, longest: int, device: torch.device) -> int:
+    if longest == 1 and tile.stages > 1 and shared_memory(device) >= _DECODE_SHARED:
+        return _DECODE_STAGES
+    return tile.stages
+
+
 def _way(split: bool | None, programs: int, parts: int, longest: int, device: torch.device) -> int:
     """Parts to programs of their own only where there are not enough programs else, and one query a sequence."""
     if parts == 1:
@@ -268,6 +283,7 @@ def attention(
     most = keys.shape[2] if keys.dim() == 4 else len(keys)
     parts = tiles(most if sequences.keys is None else min(most, sequences.keys), part)
     row_tiles, value_block = tiles(sequences.longest * group, tile.rows), max(16, power_of_two(value_width))
+    stages = stages or _stages(tile, sequences.longest, q.device)
     way = _way(split, row_tiles * kv_heads * count, parts, sequences.longest, q.device)
     sums, state = out, out
     if way == _SPLIT.value:
@@ -280,7 +296,7 @@ def attention(
             q.stride(0), q.stride(1), *k_strides[:3], *v_strides[:3], *k_strides[3:], *v_strides[3:],
             GROUP=group, D=width, DV=value_width, WINDOW=window, BF16=bf16, WAY=way, PART=part,
             BM=tile.rows, BN=tile.keys, BD=max(16, power_of_two(width)), BDV=value_block,
-            num_warps=tile.warps, num_stages=stages or tile.stages, enable_fp_fusion=not bf16,
+            num_warps=tile.warps, num_stages=stages, enable_fp_fusion=not bf16,
         )  # fmt: skip
         if way == _SPLIT.value:
             _join[(heads, count)](
