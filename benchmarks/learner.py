@@ -226,8 +226,9 @@ def head_step(model: str, way: str, tokens: int, device: Any, dtype: Any) -> tup
     from torch.nn.functional import cross_entropy, linear
 
     from lqrl.algorithms.logprobs import chunked_logprobs
+    from lqrl.modeling.head import head_kernels
 
-    shape = SHAPES[model]
+    shape, fused = SHAPES[model], head_kernels(device, exact=False)._asdict()
     hidden = torch.randn(tokens, shape.hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
     targets = torch.randint(shape.vocabulary, (tokens,), device=device)
@@ -236,7 +237,7 @@ def head_step(model: str, way: str, tokens: int, device: Any, dtype: Any) -> tup
         return -cross_entropy(linear(hidden, weight).float(), targets, reduction="none")
 
     def step() -> None:
-        (full() if way == HEADS[0] else chunked_logprobs(hidden, weight, targets)).sum().backward()
+        (full() if way == HEADS[0] else chunked_logprobs(hidden, weight, targets, **fused)).sum().backward()
 
     def before() -> None:
         hidden.grad = weight.grad = None

@@ -83,6 +83,35 @@ def check_rotate(device: torch.device) -> None:
             close(rotate(grad, cos, sin, back=True), wanted, where)
 
 
+def check_logprobs(device: torch.device) -> None:
+    """Log-probs and the gradient of logits as autograd has them in fp64."""
+    from lqrl.quant import triton_logprobs as t
+
+    vocabularies = (5, 5000) if device.type == "cpu" else (5, 4096, 151936)
+    for vocabulary in vocabularies:
+        for temperature in (1.0, 0.7):
+            logits = draw(device, 6, vocabulary, dtype=torch.float32, seed=vocabulary) * 8
+            logits[1, 1:] = -torch.inf
+            logits[2, : vocabulary // 2] = -torch.inf
+            targets = torch.tensor([0, 0, vocabulary - 1, 3, 4, 1], device=device)
+            grad = draw(device, 6, dtype=torch.float32, seed=1)
+            wide = logits.double().requires_grad_()
+            tempered = wide / temperature
+            wanted = tempered.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+            true = torch.autograd.grad(wanted, wide, grad.double())[0]
+            where = f"{vocabulary} {temperature}"
+            got, partition = t.logprobs(logits, targets, temperature)
+            torch.testing.assert_close(got.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(partition.double(), tempered.detach().logsumexp(1), rtol=2e-6, atol=2e-6)
+            assert torch.equal(got, t.logprobs(logits, targets, temperature)[0]), where
+            for dtype in DTYPES:
+                close(t.slope(logits.clone(), targets, partition, grad, temperature, dtype), true, f"{where} {dtype}")
+            logits[0, vocabulary - 1], logits[3, 0] = torch.nan, torch.inf
+            odd = t.logprobs(logits, targets, temperature)[0].isnan()
+            assert odd.tolist() == [True, False, False, True, False, False], where
+            assert t.logprobs(logits[:0], targets[:0], temperature)[0].shape == (0,)
+
+
 def check_layers(device: torch.device) -> None:
     """Log-probs and gradients of a decoder with fused layers, against those of transformers' layers."""
     from transformers import Qwen3Config
@@ -90,6 +119,7 @@ def check_layers(device: torch.device) -> None:
     from lqrl.learner.scorer import Scorer
     from lqrl.modeling import fused
     from lqrl.modeling.backbone import load_model
+    from lqrl.quant import triton_use
 
     config = Qwen3Config(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -107,11 +137,12 @@ def check_layers(device: torch.device) -> None:
 
     plain = run()
     assert fused.fuse_layers_(policy) == 2 * 6 + 1
-    serves, fused.use_triton = fused.use_triton, lambda *_: True  # which on the CPU is the interpreter's business alone
+    usual = fused.use_triton, triton_use.serves
+    fused.use_triton = triton_use.serves = lambda *_: True  # which on the CPU is the interpreter's business alone
     try:
         found = run()
     finally:
-        fused.use_triton = serves
+        fused.use_triton, triton_use.serves = usual
     assert found.keys() == plain.keys()
     for name, wanted in plain.items():
         error = (found[name] - wanted).abs().max() / wanted.abs().max()
@@ -120,7 +151,7 @@ def check_layers(device: torch.device) -> None:
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
-    for check in (check_rms_norm_gradient, check_silu_mul_gradient, check_rotate, check_layers)
+    for check in (check_rms_norm_gradient, check_silu_mul_gradient, check_rotate, check_logprobs, check_layers)
 }
 
 

@@ -25,6 +25,11 @@ Normalize = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Fp32 logits ``[N, V]``, targets ``[N]`` and a temperature to log-probs and log-partitions ``[N]``, row by row."""
 
 
+Slope = Callable[[Tensor, Tensor, Tensor, Tensor, float, torch.dtype], Tensor]
+"""Fp32 logits ``[N, V]``, which may be overwritten, targets, log-partitions and gradients of the log-probs ``[N]``, a
+temperature and a dtype to the gradient of the logits ``[N, V]`` in that dtype."""
+
+
 class LogprobsAndEntropy(NamedTuple):
     """Log-probs ``[N]`` (differentiable) and entropies ``[N]`` in nats (detached) of the same distributions."""
 
@@ -66,6 +71,7 @@ def chunked_logprobs(
     chunk_size: int | None = None,
     product: Product | None = None,
     normalize: Normalize | None = None,
+    slope: Slope | None = None,
 ) -> Tensor:
     """Log-probability of each target under ``softmax(head_logits(hidden, weight) / temperature)``.
 
@@ -80,6 +86,7 @@ def chunked_logprobs(
         chunk_size: rows of a chunk; ``None`` bounds a chunk at 2**27 logits.
         product: computes the logits in place of `head_logits`; the backward is straight-through, on ``weight``.
         normalize: computes the log-probs from the logits in the place of ``logsumexp``.
+        slope: computes the gradient of the logits in the place of tensor operations.
 
     Returns:
         ``[N]`` float32 (float64 when an operand is).
@@ -88,7 +95,8 @@ def chunked_logprobs(
         ValueError: when shapes do not fit, or ``temperature`` or ``chunk_size`` is out of range.
     """
     _check(hidden, weight, targets, temperature, chunk_size)
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, False, product, normalize)[0]
+    options = temperature or 1.0, chunk_size, False, product, normalize, slope
+    return _ChunkedLogprobs.apply(hidden, weight, targets, *options)[0]
 
 
 def logprobs_with_entropy(
@@ -103,9 +111,8 @@ def logprobs_with_entropy(
 ) -> LogprobsAndEntropy:
     """`chunked_logprobs` and, in the same pass, the entropy of each row's distribution; arguments as there."""
     _check(hidden, weight, targets, temperature, chunk_size)
-    return LogprobsAndEntropy(
-        *_ChunkedLogprobs.apply(hidden, weight, targets, temperature or 1.0, chunk_size, True, product, normalize)
-    )
+    options = temperature or 1.0, chunk_size, True, product, normalize, None
+    return LogprobsAndEntropy(*_ChunkedLogprobs.apply(hidden, weight, targets, *options))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -120,6 +127,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with_entropy: bool,
         product: Product | None,
         normalize: Normalize | None,
+        slope: Slope | None,
     ) -> tuple[Tensor, Tensor]:
         wide = _operand(weight)
         dtype = _accumulator(hidden, weight)
@@ -130,7 +138,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = head_logits(hidden[rows], wide) if product is None else product(hidden[rows])
             if normalize is not None:
                 logprobs[rows], log_partition[rows] = normalize(logits, targets[rows], temperature)
-                logits = _tempered_(logits, temperature)
+                logits = _tempered_(logits, temperature) if with_entropy else logits
             else:
                 logits = _tempered_(logits, temperature)
                 log_partition[rows] = logits.logsumexp(1)
@@ -139,7 +147,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 probs = torch.sub(logits, log_partition[rows, None]).exp_()
                 entropy[rows] = log_partition[rows] - probs.mul_(logits).sum(1)
         ctx.save_for_backward(hidden, weight, targets, log_partition)
-        ctx.temperature, ctx.chunk_size, ctx.product = temperature, chunk_size, product
+        ctx.temperature, ctx.chunk_size, ctx.product, ctx.slope = temperature, chunk_size, product, slope
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -153,18 +161,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         for rows in _chunks(len(targets), len(weight), ctx.chunk_size):
-            # d logprob / d logits = (onehot - softmax) / temperature, built in the logits' own storage.
-            scale = (grad_outputs[0][rows] / ctx.temperature).unsqueeze(1)
-            d_logits = head_logits(hidden[rows], wide) if ctx.product is None else ctx.product(hidden[rows])
-            d_logits = _tempered_(d_logits, ctx.temperature)
-            d_logits.sub_(log_partition[rows, None]).exp_().mul_(-scale)
-            d_logits.scatter_add_(1, targets[rows, None], scale.to(dtype))
-            d_logits = d_logits.to(torch.promote_types(hidden.dtype, wide.dtype))
+            logits = head_logits(hidden[rows], wide) if ctx.product is None else ctx.product(hidden[rows])
+            row = targets[rows], log_partition[rows], grad_outputs[0][rows]
+            narrow = torch.promote_types(hidden.dtype, wide.dtype)
+            d_logits = (ctx.slope or _slope_)(logits, *row, ctx.temperature, narrow)
             if d_hidden is not None:
                 d_hidden[rows] = wide_matmul(d_logits, wide).to(hidden.dtype)
             if d_weight is not None:
                 d_weight += wide_matmul(d_logits.T, hidden[rows])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *([None] * 6)
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *([None] * 7)
+
+
+def _slope_(
+    logits: Tensor, targets: Tensor, partition: Tensor, grad: Tensor, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """``(onehot - softmax) / temperature`` times ``grad``, built in the logits' own storage."""
+    scale = (grad / temperature).unsqueeze(1)
+    slope = _tempered_(logits, temperature).sub_(partition[:, None]).exp_().mul_(-scale)
+    return slope.scatter_add_(1, targets[:, None], scale.to(slope.dtype)).to(dtype)
 
 
 def _tempered_(logits: Tensor, temperature: float) -> Tensor:

@@ -11,7 +11,7 @@ from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.modeling.arithmetic import Arithmetic, use_arithmetic_
 from lqrl.modeling.attention import KVHook
 from lqrl.modeling.backbone import hidden_states, pack
-from lqrl.modeling.head import exact_logprobs, output_head
+from lqrl.modeling.head import head_kernels, output_head
 from lqrl.modeling.precision import cast_parameters
 
 if TYPE_CHECKING:
@@ -71,13 +71,15 @@ class Scorer(nn.Module):
         continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
         source = packed.index[:-1][continues]
         head = output_head(self.policy, rounds_logits=self.rounds_logits)
+        kernels = head_kernels(hidden.device, exact=self.exact)
         values = chunked_logprobs(
             hidden[:-1][continues],
             head.weight,
             input_ids.flatten()[source + 1],
             temperature=self.temperature,
             product=head.product,
-            normalize=exact_logprobs if self.exact else None,
+            normalize=kernels.normalize,
+            slope=kernels.slope,
         )
         return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
 

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lqrl.algorithms.logprobs import chunked_logprobs
 from lqrl.modeling.backbone import hidden_states, output_weight, pack
+from lqrl.modeling.head import head_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,7 +132,8 @@ class SFTModule(L.LightningModule):
         learned = batch.loss_mask.flatten()[packed.index[1:]] & (packed.position_ids[0, 1:] > 0)
         hidden = hidden_states(self.policy, packed)[:-1][learned]
         targets = packed.input_ids[0, 1:][learned]
-        return chunked_logprobs(hidden, output_weight(self.policy), targets)
+        kernels = head_kernels(hidden.device, exact=False)
+        return chunked_logprobs(hidden, output_weight(self.policy), targets, **kernels._asdict())
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> Tensor:
         """Mean negative log-prob of the answer tokens."""

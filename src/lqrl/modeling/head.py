@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lqrl.algorithms.logprobs import Product
-from lqrl.quant import exact
+from lqrl.algorithms.logprobs import Normalize, Product, Slope
+from lqrl.quant import exact, triton_use
 from lqrl.quant.linear import AlignedLinear
 
 if TYPE_CHECKING:
@@ -46,6 +47,22 @@ def output_head(model: PreTrainedModel, *, rounds_logits: bool = False) -> Outpu
 
 def _rounded(hidden: Tensor, product: Product) -> Tensor:
     return product(hidden).to(hidden.dtype).float()
+
+
+class HeadKernels(NamedTuple):
+    """What `chunked_logprobs` computes from a chunk of logits with; ``None`` for tensor operations."""
+
+    normalize: Normalize | None
+    slope: Slope | None
+
+
+def head_kernels(device: torch.device, *, exact: bool) -> HeadKernels:
+    """One pass over the logits each, where ``device`` has Triton; ``exact``: with the log-probs of an exact engine."""
+    if not triton_use.serves(device):
+        return HeadKernels(exact_logprobs if exact else None, None)
+    from lqrl.quant import triton_logprobs
+
+    return HeadKernels(exact_logprobs if exact else triton_logprobs.logprobs, triton_logprobs.slope)
 
 
 def exact_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
