@@ -168,7 +168,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[rows] = wide_matmul(d_logits, wide).to(hidden.dtype)
             if d_weight is not None:
-                d_weight += wide_matmul(d_logits.T, hidden[rows])
+                _add_product_(d_weight, d_logits.T, hidden[rows])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *([None] * 7)
 
 
@@ -194,6 +194,15 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
                 return torch.mm(a, b, out_dtype=torch.float32)
             dtype = torch.float32
         return a.to(dtype) @ b.to(dtype)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`wide_matmul` added to ``total``, on CUDA without a tensor of the product."""
+    if a.is_cuda and a.dtype == b.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32:
+        with torch.autocast(a.device.type, enabled=False):
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += wide_matmul(a, b)
 
 
 def _operand(weight: Tensor) -> Tensor:
