@@ -68,20 +68,19 @@ class Scorer(nn.Module):
         """
         packed = pack(input_ids, attention_mask, self.kv, self.exact)
         hidden = hidden_states(self.policy, packed)
-        continues = packed.position_ids[0, 1:] > 0  # the next packed token belongs to the same row
-        source = packed.index[:-1][continues]
+        source, targets = packed.predicting, packed.input_ids[0][packed.predicting + 1]
         head = output_head(self.policy, rounds_logits=self.rounds_logits)
         kernels = head_kernels(hidden.device, exact=self.exact)
         values = chunked_logprobs(
-            hidden[:-1][continues],
+            hidden[source],
             head.weight,
-            input_ids.flatten()[source + 1],
+            targets,
             temperature=self.temperature,
             product=head.product,
             normalize=kernels.normalize,
             slope=kernels.slope,
         )
-        return values.new_zeros(input_ids.numel()).index_copy(0, source + 1, values).view_as(input_ids)
+        return values.new_zeros(input_ids.numel()).index_copy(0, packed.index[source] + 1, values).view_as(input_ids)
 
     def score(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`forward` in the compute dtype."""

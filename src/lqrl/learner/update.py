@@ -10,7 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
 from lqrl.learner.seeds import derive_seed
 from lqrl.phases import phase
+from lqrl.quant.triton_use import on_device
 from lqrl.rollouts.batching import microbatches, minibatches
 from lqrl.types import ClipRange, LossOutput, Ratio, TrainBatch
 
@@ -88,14 +90,28 @@ def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict
     return {n: float(Ratio(*s).value) for n, s in zip(names, sums, strict=True)}
 
 
+class Part(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        rows: int64, which of the batch, on its device.
+        batch: those rows, without columns that no row uses.
+        mask: their ``attention_mask`` on the CPU.
+    """
+
+    rows: Tensor
+    batch: TrainBatch
+    mask: Tensor
+
+
 @phase("score")
 @torch.no_grad()
 def score(forward: Forward, batch: TrainBatch, *, token_budget: int) -> Tensor:
     """Log-probs ``[B, T]`` of a batch without gradients, in micro-batches; 0 where nothing is trained."""
     scored = torch.zeros_like(batch.rollout_logprobs)
-    for rows in microbatches(batch.attention_mask.sum(1).cpu(), token_budget):
-        part = trim(batch.rows(rows))
-        scored[rows.to(scored.device), : part.input_ids.shape[1]] = forward(part.input_ids, part.attention_mask)
+    for make in parts_of(batch, token_budget):
+        rows, part, mask = make()
+        scored[rows, : part.input_ids.shape[1]] = forward(part.input_ids, mask)
     return scored * batch.loss_mask
 
 
@@ -140,13 +156,27 @@ def penalized(
     return LossOutput(out.loss + penalty.loss, out.metrics | penalty.metrics)
 
 
-def trim(batch: TrainBatch) -> TrainBatch:
-    """Cut the columns that no row uses."""
-    width = max(1, int(batch.attention_mask.sum(1).max())) if len(batch) else 1
-    cut = {
-        name: value[:, :width] for name, value in vars(batch).items() if isinstance(value, Tensor) and value.dim() == 2
-    }
-    return replace(batch, **cut)
+def parts_of(batch: TrainBatch, token_budget: int) -> list[Callable[[], Part]]:
+    """The micro-batches of a batch, each made when it is called, without a look at the GPU: the host has the masks.
+
+    Args:
+        batch: on any device.
+        token_budget: most real tokens of one.
+    """
+    device, masks = batch.input_ids.device, batch.attention_mask.cpu()
+    lengths = masks.sum(1)
+
+    def make(rows: Tensor) -> Part:
+        index, width = on_device(rows, device), max(1, int(lengths[rows].max()))
+        part = batch.rows(index)
+        cut = {
+            name: value[:, :width]  # no row uses the columns behind
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor) and value.dim() == 2
+        }
+        return Part(index, replace(part, **cut), masks[rows, :width])
+
+    return [partial(make, rows) for rows in microbatches(lengths, token_budget)]
 
 
 @phase("forward_backward")
@@ -192,14 +222,14 @@ def accumulate_gradients(
     if float(denom) == 0.0:
         return None
     scale = float(world_size())  # DDP and FSDP average over ranks; the denominator already counts all of them
-    parts = microbatches(batch.attention_mask.sum(1).cpu(), token_budget)
+    parts = parts_of(batch, token_budget)
     if not parts:
         backward(anchor())
         return metrics
-    for i, rows in enumerate(parts):
-        part = trim(batch.rows(rows))
+    for i, make in enumerate(parts):
+        _, part, mask = make()
         with no_sync() if i + 1 < len(parts) else contextlib.nullcontext():
-            logprobs = forward(part.input_ids, part.attention_mask)
+            logprobs = forward(part.input_ids, mask)
             if watch is not None:
                 watch(part, logprobs.detach())
             if not corrected_ahead:

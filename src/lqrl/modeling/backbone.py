@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lqrl.modeling.attention import AttentionContext, KVHook, PackedContext, register_attention
 from lqrl.modeling.sources import load_pretrained
+from lqrl.quant.triton_use import on_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -34,12 +35,14 @@ class Packed:
         position_ids: ``[1, N]`` int64, from 0 in each sequence.
         context: where the sequences begin.
         index: ``[N]`` int64, place of each token in the flattened ``[B * T]`` batch.
+        predicting: int64, the packed tokens that are followed by another of their sequence.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     context: AttentionContext
     index: Tensor
+    predicting: Tensor
 
 
 class AttentionShape(NamedTuple):
@@ -144,21 +147,23 @@ def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None, exact: bool = False) -> Packed:
-    """Drop the padding of a batch.
+    """Drop the padding of a batch; with a mask on the CPU the host does not wait for a GPU.
 
     Args:
         input_ids: ``[B, T]`` int64.
-        attention_mask: ``[B, T]`` bool or 0/1, true on one run of tokens a row.
+        attention_mask: ``[B, T]`` bool or 0/1, true on one run of tokens a row, on the CPU or where the tokens are.
         kv, exact: see `lqrl.modeling.attention.PackedContext`.
 
     Returns:
         The packed tokens; a row without tokens takes no room.
     """
-    mask = attention_mask.bool()
+    mask, device = attention_mask.bool().cpu(), input_ids.device
     index = mask.flatten().nonzero().squeeze(1)
     positions = mask.cumsum(1).flatten()[index] - 1
-    context = PackedContext(mask.sum(1).tolist(), input_ids.device, kv, exact)
-    return Packed(input_ids.flatten()[index][None], positions[None], context, index)
+    predicting = (positions[1:] > 0).nonzero().squeeze(1)
+    context = PackedContext(mask.sum(1).tolist(), device, kv, exact)
+    index, positions, predicting = (on_device(x, device) for x in (index, positions, predicting))
+    return Packed(input_ids.flatten()[index][None], positions[None], context, index, predicting)
 
 
 def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
