@@ -133,6 +133,8 @@ def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
     reference = load_model(resolve_source(module.model_name), dtype=module.compute_dtype, device=device).eval()
     scorer = Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
     _follow(module, scorer, module.engine)
+    if triton_use.serves(device) and not module.exact:
+        fuse_layers_(reference)
     return scorer
 
 
