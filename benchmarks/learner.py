@@ -164,7 +164,8 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
     from lqrl.learner.update import Objective, accumulate_gradients
     from lqrl.modeling.backbone import load_model
     from lqrl.modeling.fused import fuse_layers_
-    from lqrl.quant import QuantScheme, prepare_, triton_use
+    from lqrl.modeling.trial import kernels_work
+    from lqrl.quant import QuantScheme, prepare_
     from lqrl.types import ClipRange
 
     policy = load_model(SHAPES[case["model"]].config(batch.input_ids.shape[1]), dtype=dtype, device=device)
@@ -173,7 +174,7 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
     if scheme.quantizes:
         prepare_(policy, scheme, export_dtype=dtype)
     policy.train()
-    if triton_use.serves(device):
+    if kernels_work(device):
         fuse_layers_(policy)
     scorer = Scorer(policy, 1.0, dtype)
 

@@ -149,9 +149,23 @@ def check_layers(device: torch.device) -> None:
         assert error <= 2e-5, (name, float(error))
 
 
+def check_trial(device: torch.device) -> None:
+    """What a run tries before it relies on these kernels."""
+    from lqrl.modeling import trial
+
+    trial._try_kernels(device)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
-    for check in (check_rms_norm_gradient, check_silu_mul_gradient, check_rotate, check_logprobs, check_layers)
+    for check in (
+        check_rms_norm_gradient,
+        check_silu_mul_gradient,
+        check_rotate,
+        check_logprobs,
+        check_trial,
+        check_layers,
+    )
 }
 
 

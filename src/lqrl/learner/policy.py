@@ -16,7 +16,8 @@ from lqrl.modeling.exact import exact_learner_
 from lqrl.modeling.fused import fuse_layers_
 from lqrl.modeling.recompute import recompute_layers_
 from lqrl.modeling.sources import resolve_source
-from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_, target_modules, triton_use
+from lqrl.modeling.trial import kernels_work
+from lqrl.quant import QuantScheme, add_adapters_, fold_all_, prepare_, target_modules
 from lqrl.quant.checkpoint import load_cache_scales_, resolve_scheme
 from lqrl.quant.checkpoint_reader import holds_codes
 from lqrl.quant.kv import calibrates_kv, kv_rounding, prepare_kv_
@@ -109,7 +110,7 @@ def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
     changed = _follow(module, module.scorer, engine)
     if changed:
         rank_zero_info(f"{changed} modules of the policy round where the engine does: {engine.arithmetic}")
-    if triton_use.serves(device) and not module.exact:
+    if kernels_work(device) and not module.exact:
         rank_zero_info(f"{fuse_layers_(module.policy)} modules of the policy run on fused kernels")
     return engine
 
@@ -133,7 +134,7 @@ def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
     reference = load_model(resolve_source(module.model_name), dtype=module.compute_dtype, device=device).eval()
     scorer = Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
     _follow(module, scorer, module.engine)
-    if triton_use.serves(device) and not module.exact:
+    if kernels_work(device) and not module.exact:
         fuse_layers_(reference)
     return scorer
 

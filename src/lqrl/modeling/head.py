@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lqrl.algorithms.logprobs import Normalize, Product, Slope
-from lqrl.quant import exact, triton_use
+from lqrl.modeling.trial import kernels_work
+from lqrl.quant import exact
 from lqrl.quant.linear import AlignedLinear
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class HeadKernels(NamedTuple):
 
 
 def head_kernels(device: torch.device, *, exact: bool) -> HeadKernels:
-    """One pass over the logits each, where ``device`` has Triton; ``exact``: with the log-probs of an exact engine."""
-    if not triton_use.serves(device):
+    """One pass over the logits each, where a trial finds them right; ``exact``: the log-probs of an exact engine."""
+    if not kernels_work(device):
         return HeadKernels(exact_logprobs if exact else None, None)
     from lqrl.quant import triton_logprobs
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lqrl.modeling.trial import compare, works
+
 log = logging.getLogger(__name__)
 
 _WIDEST_HEAD = 256
-_CLOSE = 3e-2  # of the largest element: two kernels' roundings of bf16
 
 
 @functools.cache
@@ -71,24 +72,14 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Try it, forward and backward, against attention of one sequence at a time."""
     if _kernel() is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    try:
+
+    def attempt() -> None:
         for window in (None, 5):
             _try(device, dtype, window)
-    except Exception as error:
-        log.warning(
-            "variable-length attention of torch %s does not work on %s: %s: %s. Packed sequences are padded for "
-            "their attention",
-            torch.__version__,
-            torch.cuda.get_device_name(device),
-            type(error).__name__,
-            error,
-        )
-        return False
-    return True
+
+    return works("kernels of variable-length attention", device, attempt)
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
 def _try(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     lengths, (heads, kv_heads, width) = [3, 70], (4, 2, 64)
     generator = torch.Generator().manual_seed(0)
@@ -110,12 +101,8 @@ def _try(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
         out = F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     wanted = torch.cat(parts)
-    for name, x, y in zip(
-        ("result", "query", "key", "value"),
+    compare(
+        f"attention with a window of {window}",
         made,
         (wanted, *torch.autograd.grad(wanted, (q, k, v), seed.float())),
-        strict=True,
-    ):
-        error = (x.float() - y.float()).abs().max() / y.float().abs().max()
-        if not error <= _CLOSE:
-            raise RuntimeError(f"its {name} is off by {float(error):.1e} of its size, with a window of {window}")
+    )
