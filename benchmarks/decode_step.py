@@ -16,8 +16,10 @@ import gc
 import itertools
 import statistics
 import time
+from functools import partial
 
 import torch
+from kernel_times import kernel_lines
 from rollout_engines import random_weights
 from rows import Table
 from shapes import SHAPES
@@ -79,20 +81,6 @@ def milliseconds(stepper: Stepper, device: torch.device, repeats: int) -> float:
     return statistics.median(times)
 
 
-def kernels(stepper: Stepper, most: int) -> None:
-    """The kernels of a step by time, as the profiler sees them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        stepper.run(STEPS)
-        torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in events)
-    print(f"\nkernels of a step, {total / STEPS:.0f} us in all:")
-    for event in events[:most]:
-        share = event.self_device_time_total
-        print(f"  {share / STEPS:8.1f} us {event.count / STEPS:7.1f} x  {share / total:4.0%}  {event.key[:100]}")
-    print(flush=True)
-
-
 @torch.no_grad()
 def measure(scheme: QuantScheme, fused: bool, exact: bool, rate: float, table: Table, args: argparse.Namespace) -> None:
     engine = build(scheme, fused, exact, args)
@@ -106,7 +94,8 @@ def measure(scheme: QuantScheme, fused: bool, exact: bool, rate: float, table: T
             floor = shape.step_bytes(scheme, batch, args.context, 8 * engine.spec.dtype.itemsize) / rate * 1e3
             table.row(*row, step, floor, floor / step, batch / step * 1e3, None)
             if args.kernels and device.type == "cuda":
-                kernels(stepper, args.kernels)
+                lines = kernel_lines(partial(stepper.run, STEPS), args.kernels, "a step", STEPS)
+                print("", *lines, "", sep="\n", flush=True)
         except (RuntimeError, NotImplementedError) as error:
             table.row(*row, None, None, None, None, f"{type(error).__name__}: {error}"[:200])
         engine._cache.release()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
+from kernel_times import kernel_lines
 from rows import Record, Table
 from shapes import SHAPES
 
@@ -87,7 +88,7 @@ def measure_case(case: Row) -> None:
         peak = None if peak is None else peak - needed
         if case["kernels"] and device.type == "cuda":
             before()
-            shared["kernels"] = kernels(run, case["kernels"])
+            shared["kernels"] = kernel_lines(run, case["kernels"], "an optimizer step's gradients")
         send(shared | {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "peak_bytes": peak})
     except Exception as error:
         send(shared | failure(error))
@@ -110,24 +111,6 @@ def measure(run: Callable[[], object], before: Callable[[], object], repeats: in
         if turn:
             times.append(time.perf_counter() - started)
     return statistics.median(times), torch.cuda.max_memory_allocated(device) if cuda else None
-
-
-def kernels(run: Callable[[], object], most: int) -> list[str]:
-    """How much of a run kernels fill, and which, as the profiler sees them."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    total, count = sum(event.self_device_time_total for event in events), sum(event.count for event in events)
-    lines = [f"  {count} kernels take {total / 1e3:.0f} ms of {seconds * 1e3:.0f} ms under the profiler"]
-    for event in events[:most]:
-        time_us = event.self_device_time_total
-        lines.append(f"  {time_us / 1e3:8.1f} ms {event.count:7d} x  {time_us / total:4.0%}  {event.key[:100]}")
-    return lines
 
 
 def make_batch(model: str, lengths: Sequence[tuple[int, int]]) -> TrainBatch:

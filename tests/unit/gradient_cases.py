@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from interpreter import mend_interpreter, print_checks
 from torch import Tensor
+from triton_cases import DTYPES
 
-DTYPES = (torch.float32, torch.bfloat16)
+from lqrl.learner.scorer import Scorer
 
 
 def draw(device: torch.device, *shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -23,6 +24,17 @@ def close(got: Tensor, wanted: Tensor, where: str) -> None:
     unit = 2.0**-7 if got.dtype == torch.bfloat16 else 2e-6
     error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     assert error <= unit, (where, float(error))
+
+
+def outcome(policy, lengths: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Log-probs of random tokens in rows of these lengths, and the gradients of their sum."""
+    device, ends = policy.device, torch.tensor(lengths)[:, None]
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(policy.config.vocab_size, (len(lengths), max(lengths)), generator=generator)
+    policy.zero_grad()
+    logprobs = Scorer(policy, 1.0, dtype).score(ids.to(device), (torch.arange(max(lengths)) < ends).to(device))
+    logprobs.sum().backward()
+    return {"logprobs": logprobs.detach()} | {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 
 def check_rms_norm_gradient(device: torch.device) -> None:
@@ -116,7 +128,6 @@ def check_layers(device: torch.device) -> None:
     """Log-probs and gradients of a decoder with fused layers, against those of transformers' layers."""
     from transformers import Qwen3Config
 
-    from lqrl.learner.scorer import Scorer
     from lqrl.modeling import fused
     from lqrl.modeling.backbone import load_model
     from lqrl.quant import triton_use
@@ -126,21 +137,13 @@ def check_layers(device: torch.device) -> None:
         num_key_value_heads=2, head_dim=8, initializer_range=0.3,
     )  # fmt: skip
     policy = load_model(config, dtype=torch.float32, device=device, seed=0)
-    ids = torch.randint(40, (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
-    mask = torch.arange(9, device=device) < torch.tensor([[9], [4], [7]], device=device)
-
-    def run() -> dict[str, Tensor]:
-        policy.zero_grad()
-        logprobs = Scorer(policy, 1.0, torch.float32).score(ids, mask)
-        logprobs.sum().backward()
-        return {"logprobs": logprobs.detach()} | {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-
-    plain = run()
+    lengths = [9, 4, 7]
+    plain = outcome(policy, lengths, torch.float32)
     assert fused.fuse_layers_(policy) == 2 * 6 + 1
     usual = fused.use_triton, triton_use.serves
     fused.use_triton = triton_use.serves = lambda *_: True  # which on the CPU is the interpreter's business alone
     try:
-        found = run()
+        found = outcome(policy, lengths, torch.float32)
     finally:
         fused.use_triton, triton_use.serves = usual
     assert found.keys() == plain.keys()

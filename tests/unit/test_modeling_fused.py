@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradient_cases import CHECKS
+from gradient_cases import CHECKS, outcome
 from interpreter import needs_triton
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -54,26 +54,15 @@ def test_compiled_kernels_give_the_gradients_of_autograd(name):
     CHECKS[name](torch.device("cuda"))
 
 
-def outcome(policy, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Log-probs and gradients."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, 96, (len(LENGTHS), max(LENGTHS)), generator=generator).to(device)
-    mask = torch.arange(max(LENGTHS), device=device) < torch.tensor(LENGTHS, device=device)[:, None]
-    policy.zero_grad()
-    logprobs = Scorer(policy, 1.0, dtype).score(ids, mask)
-    logprobs.sum().backward()
-    return {"logprobs": logprobs.detach()} | {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", list(MODELS))
 def test_on_the_cpu_the_layers_are_those_of_transformers(name: str) -> None:
     config, modules = MODELS[name]
     policy = load_model(config, dtype=torch.float32, seed=0)
-    plain = outcome(policy, torch.device("cpu"), torch.float32)
+    plain = outcome(policy, LENGTHS, torch.float32)
     assert fuse_layers_(policy) == modules
     assert fuse_layers_(policy) == 0
     for each in (policy, copy.deepcopy(policy)):
-        found = outcome(each, torch.device("cpu"), torch.float32)
+        found = outcome(each, LENGTHS, torch.float32)
         assert found.keys() == plain.keys()
         assert all(torch.equal(found[key], plain[key]) for key in plain)
 
@@ -101,10 +90,10 @@ def test_fused_layers_compute_what_transformers_computes(
     if scheme != "none":
         for model in (wide, policy):
             prepare_(model, QuantScheme.preset(scheme), export_dtype=dtype)
-    wanted = outcome(wide, device, torch.float32)
-    plain = outcome(policy, device, dtype)
+    wanted = outcome(wide, LENGTHS, torch.float32)
+    plain = outcome(policy, LENGTHS, dtype)
     fuse_layers_(policy)
-    found = outcome(policy, device, dtype)
+    found = outcome(policy, LENGTHS, dtype)
     for key, true in wanted.items():
         size = true.abs().max()
         usual, fused = ((x[key].float() - true).abs().max() / size for x in (plain, found))

@@ -110,8 +110,9 @@ def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
     changed = _follow(module, module.scorer, engine)
     if changed:
         rank_zero_info(f"{changed} modules of the policy round where the engine does: {engine.arithmetic}")
-    if kernels_work(device) and not module.exact:
-        rank_zero_info(f"{fuse_layers_(module.policy)} modules of the policy run on fused kernels")
+    fused = _fuse(module, module.policy, device)
+    if fused:
+        rank_zero_info(f"{fused} modules of the policy run on fused kernels")
     return engine
 
 
@@ -126,6 +127,11 @@ def _follow(module: PolicyModule, scorer: Scorer, engine: RolloutEngine) -> int:
     return scorer.follow_(replace(engine.arithmetic, rounds_logits=False))
 
 
+def _fuse(module: PolicyModule, policy: PreTrainedModel, device: torch.device) -> int:
+    """How many modules run on fused kernels from here on: after `_follow`, which looks for theirs by type."""
+    return 0 if module.exact or not kernels_work(device) else fuse_layers_(policy)
+
+
 def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
     """The policy that training starts from, in full precision and without gradient, for the KL penalty.
 
@@ -134,8 +140,7 @@ def build_reference(module: PolicyModule, device: torch.device) -> Scorer:
     reference = load_model(resolve_source(module.model_name), dtype=module.compute_dtype, device=device).eval()
     scorer = Scorer(reference.requires_grad_(False), module.sampling.temperature, module.compute_dtype)
     _follow(module, scorer, module.engine)
-    if kernels_work(device) and not module.exact:
-        fuse_layers_(reference)
+    _fuse(module, reference, device)
     return scorer
 
 

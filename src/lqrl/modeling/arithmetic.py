@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lqrl.quant.triton_use import use_triton
+from lqrl.modeling.trial import kernels_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Gradients of ``x`` and ``weight`` in their dtypes."""
         x, weight, inverse = ctx.saved_tensors
-        if use_triton(x):
+        if kernels_work(x.device):
             from lqrl.quant.triton_gradients import rms_norm_gradient
 
             return *rms_norm_gradient(grad, x, weight, inverse, ctx.needs_input_grad[1]), None, None
@@ -145,7 +145,7 @@ def use_arithmetic_(model: PreTrainedModel, arithmetic: Arithmetic) -> int:
         How many modules were replaced or changed; 0 for an architecture whose rounding in the engine is not known
         here. Known are Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
     """
-    norms, rotaries, layers = _known()
+    norms, rotaries, layers = known_types("RMSNorm", "RotaryEmbedding", "DecoderLayer")
     modules = {name: module for name, module in model.named_modules() if type(module) in norms | rotaries | layers}
     changed = 0
     for name, module in modules.items():
@@ -181,8 +181,8 @@ def _layer_with_wide_sums(layer: Any, hidden_states: Tensor, **kwargs: Any) -> T
     return total.to(dtype).float() + layer.mlp(layer.post_attention_layernorm(total))
 
 
-def _known() -> tuple[set[type[nn.Module]], set[type[nn.Module]], set[type[nn.Module]]]:
-    """Norms, rotary embeddings and layers of the architectures whose rounding is known."""
+def known_types(*parts: str) -> list[set[type[nn.Module]]]:
+    """For each part, such as ``RMSNorm``, the classes of the architectures whose arithmetic is written out here."""
     from transformers.models.llama import modeling_llama as llama
     from transformers.models.mistral import modeling_mistral as mistral
     from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -190,6 +190,4 @@ def _known() -> tuple[set[type[nn.Module]], set[type[nn.Module]], set[type[nn.Mo
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
     families = {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3, "Qwen3Moe": qwen3_moe}
-    parts = ("RMSNorm", "RotaryEmbedding", "DecoderLayer")
-    norms, rotaries, layers = ({getattr(m, name + part) for name, m in families.items()} for part in parts)
-    return norms, rotaries, layers
+    return [{getattr(module, name + part) for name, module in families.items()} for part in parts]

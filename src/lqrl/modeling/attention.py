@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lqrl.modeling import varlen
 from lqrl.quant import exact as exact_rows
+from lqrl.quant.triton_use import on_device
 
 ATTENTION_NAME = "lqrl"
 KVHook = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -125,7 +126,7 @@ class PackedContext(AttentionContext):
         self.longest = max(self.lengths)
         self.tokens = sum(self.lengths)
         self.sequences = exact_rows.packed_sequences(self.lengths, device) if exact else None
-        self._device = device
+        self._device = torch.device(device)
         self._uneven = min(self.lengths) != self.longest
 
     def attend(
@@ -154,13 +155,13 @@ class PackedContext(AttentionContext):
         """Where each token lies among the padded ones."""
         counts = torch.tensor(self.lengths)
         starts = torch.arange(len(self.lengths)) * self.longest - (counts.cumsum(0) - counts)
-        return (torch.arange(self.tokens) + starts.repeat_interleave(counts)).to(self._device)
+        return on_device(torch.arange(self.tokens) + starts.repeat_interleave(counts), self._device)
 
     @cached_property
     def _offsets(self) -> Tensor:
         """int32 ``[S + 1]``: where sequences begin, and the number of tokens."""
         counts = torch.tensor([0, *self.lengths], dtype=torch.int32)
-        return counts.cumsum(0, dtype=torch.int32).to(self._device)
+        return on_device(counts.cumsum(0, dtype=torch.int32), self._device)
 
     def _unpack(self, x: Tensor) -> Tensor:
         rows = x[0].transpose(0, 1)  # [N, H, D]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lqrl.modeling.arithmetic import RMSNormFunction
+from lqrl.modeling.arithmetic import RMSNormFunction, known_types
 from lqrl.modeling.attention import lqrl_attention
 from lqrl.modeling.exact import is_silu
 from lqrl.quant import exact
@@ -120,7 +120,7 @@ def fuse_layers_(model: PreTrainedModel) -> int:
     Returns:
         How many modules were changed.
     """
-    norms, gated, attentions = _known()
+    norms, gated, attentions = known_types("RMSNorm", "MLP", "Attention")
     changed = 0
     for module in model.modules():
         forward = None
@@ -136,18 +136,3 @@ def fuse_layers_(model: PreTrainedModel) -> int:
             module.forward = MethodType(forward, module)
             changed += 1
     return changed
-
-
-def _known() -> tuple[set[type[nn.Module]], set[type[nn.Module]], set[type[nn.Module]]]:
-    """Norms, gated layers and attentions of the architectures whose forward is written out above."""
-    from transformers.models.llama import modeling_llama as llama
-    from transformers.models.mistral import modeling_mistral as mistral
-    from transformers.models.qwen2 import modeling_qwen2 as qwen2
-    from transformers.models.qwen3 import modeling_qwen3 as qwen3
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
-
-    families = {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3, "Qwen3Moe": qwen3_moe}
-    norms, gated, attentions = (
-        {getattr(module, name + part) for name, module in families.items()} for part in ("RMSNorm", "MLP", "Attention")
-    )
-    return norms, gated, attentions

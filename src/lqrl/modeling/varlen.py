@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lqrl.modeling.trial import compare, works
 
@@ -21,16 +20,18 @@ _WIDEST_HEAD = 256
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
+    """PyTorch's function; whether it asks to be told of grouped queries depends on the release."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         log.info("torch %s has no variable-length attention: packed sequences are padded for theirs", torch.__version__)
         return None
-    missing = {"scale", "window_size"} - inspect.signature(varlen_attn).parameters.keys()
+    parameters = inspect.signature(varlen_attn).parameters
+    missing = {"scale", "window_size"} - parameters.keys()
     if missing:
         log.info("variable-length attention of torch %s takes no %s", torch.__version__, " and no ".join(missing))
         return None
-    return varlen_attn
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
 
 
 def attend(
@@ -51,11 +52,9 @@ def attend(
     """
     kernel = _kernel()
     assert kernel is not None
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(kernel).parameters:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return kernel(q, k, v, offsets, offsets, longest, longest, **options)
+    sides = (-1 if window is None else window - 1, 0)  # keys before and after a query
+    return kernel(q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=sides)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -81,6 +80,8 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _try(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    from lqrl.modeling.attention import causal_attention  # which relies on this module
+
     lengths, (heads, kv_heads, width) = [3, 70], (4, 2, 64)
     generator = torch.Generator().manual_seed(0)
 
@@ -94,11 +95,8 @@ def _try(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     made = (got, *torch.autograd.grad(got, (q, k, v), seed))
     parts = []
     for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        at = torch.arange(len(a), device=device)
-        distance = at[:, None] - at[None, :]
-        mask = (distance >= 0) & (distance < (window or len(a)))
-        rows = (x.float().transpose(0, 1)[None] for x in (a, b, c))
-        out = F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
+        a, b, c = (x.float().transpose(0, 1)[None] for x in (a, b, c))
+        out = causal_attention(a, b, c, width**-0.5, window)
         parts.append(out[0].transpose(0, 1))
     wanted = torch.cat(parts)
     compare(

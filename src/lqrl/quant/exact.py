@@ -121,7 +121,7 @@ def packed_sequences(lengths: Sequence[int], device: torch.device | str = "cpu")
     counts = torch.tensor(lengths)
     starts = counts.cumsum(0) - counts
     table = torch.stack([starts, counts, starts, torch.zeros_like(counts)])
-    return Sequences(table.to(device), max(lengths), max(lengths))
+    return Sequences(triton_use.on_device(table, torch.device(device)), max(lengths), max(lengths))
 
 
 @torch.no_grad()

@@ -293,16 +293,17 @@ def products(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
     Aligned layers of a format that quantizes tokens share the codes of ``x``.
     """
-    kinds = {layer.method.token_codes for layer in layers if type(layer) is AlignedLinear}
-    kind = next(iter(kinds), None)
+    aligned = [layer for layer in layers if type(layer) is AlignedLinear]
+    kinds = {layer.method.token_codes for layer in aligned}
     hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-    plain = all(type(layer) is AlignedLinear for layer in layers)
-    if kind is None or len(kinds) > 1 or hooked or not plain or torch.is_autocast_enabled(x.device.type):
+    alone = len(aligned) < len(layers) or len(kinds) != 1 or hooked or torch.is_autocast_enabled(x.device.type)
+    kind = None if alone else kinds.pop()
+    if kind is None:
         return [layer(x) for layer in layers]
     with torch.no_grad():
         rows = x.reshape(-1, x.shape[-1])
         coded = Coded(*(quantize_int8_token(rows) if kind == "int8" else quantize_fp8_token(rows)))
-    return [layer.coded(x, coded) for layer in layers if isinstance(layer, AlignedLinear)]
+    return [layer.coded(x, coded) for layer in aligned]
 
 
 class QuantizedLinear(CodeModule):
