@@ -123,11 +123,12 @@ def test_more_samples_continue_where_the_first_draw_ended() -> None:
     assert all(same(a, b) for a, b in zip(whole[2:], rest, strict=True))
 
 
-def test_stop_tokens_end_a_sample_and_belong_to_it() -> None:
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_stop_tokens_end_a_sample_and_belong_to_it(interval: int) -> None:
     free = engine().generate(PROMPTS, SamplingParams(n=6, max_tokens=12), seed=3)
     for built, params in (
-        (engine(eos=(7, 8)), SamplingParams(n=6, max_tokens=12)),
-        (engine(eos=(7,)), SamplingParams(n=6, max_tokens=12, stop_token_ids=(8,))),
+        (engine(eos=(7, 8), host_interval=interval), SamplingParams(n=6, max_tokens=12)),
+        (engine(eos=(7,), host_interval=interval), SamplingParams(n=6, max_tokens=12, stop_token_ids=(8,))),
     ):
         stopped = built.generate(PROMPTS, params, seed=3)
         reasons = set()

@@ -118,8 +118,10 @@ def test_packed_attention_without_padding(heads: tuple[int, int], window: int | 
         for a, b, c in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
     ]
     found, wanted = ((out, *torch.autograd.grad(out, (q, k, v), seed)) for out in (packed, torch.cat(apart, 1)))
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.float() - b.float()).abs().max() <= 2e-2 * b.float().abs().max()
+    for place, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        # With one key to see, queries and keys have no gradient but what rounding leaves.
+        size = 1e-3 if window == 1 and place in (1, 2) else b.float().abs().max()
+        assert (a.float() - b.float()).abs().max() <= 2e-2 * size
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.decoder import Decoder
+from lqrl.engines.look import Look
 from lqrl.engines.sampling import Sampled, sample_keys, uniforms
 from lqrl.engines.slots import PrefillContext, SlotCache
 from lqrl.engines.stepper import Stepper
@@ -237,14 +238,21 @@ class Generation:
         longest = max(len(s.group.prompt.input_ids) + n for s, n in zip(sequences, made, strict=True))
         left = self._budget - max(made)
         self._stepper.start(len(sequences), longest)
+        # While the host looks the next steps run, and those of a sample that has ended are for nothing: one look may
+        # be late where nobody waits for the slot.
+        late = 1 if self._stepper.interval > 1 and not self._queue else 0
+        unseen: deque[tuple[Tensor, Look]] = deque()
         while True:
             steps = min(self._stepper.interval, left)
             stops = self._is_stop[self._run(len(sequences), steps)]
+            unseen.append((stops, Look(stops)))
             self._step += steps
             left -= steps
-            if left == 0 or bool(stops.any()):
-                self._end(stops.tolist())
+            if left == 0 or (len(unseen) > late and unseen[0][1].found()):
+                self._end(torch.cat([stops for stops, _ in unseen]).tolist())
                 return
+            if len(unseen) > late:
+                unseen.popleft()
 
     def _run(self, rows: int, steps: int) -> Tensor:
         """Some steps of the first slots, and their results stored; the tokens ``[steps, rows]``."""

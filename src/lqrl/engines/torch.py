@@ -57,7 +57,8 @@ class TorchEngineFactory(EngineFactory):
         sleep_level: what `TorchEngine.sleep` gives up: 0 nothing, 1 the cache. The weights, and the captured steps,
             which stay valid, are kept.
         host_interval: decode steps between two looks at the device for finished samples; ``None`` is 1 on the CPU
-            and 8 elsewhere. Samples do not depend on it.
+            and 8 elsewhere. Above 1 the next steps run while the host looks, unless a sample waits for a slot. Samples
+            do not depend on it.
         fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
             `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels, as the
             learner's do. In exact mode they are taken where they give the learner's bits, with exact attention.

@@ -49,6 +49,7 @@ def compare(name: str, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         RuntimeError: naming what is off.
     """
     for place, (x, y) in enumerate(zip(got, wanted, strict=True)):
+        x, y = x.detach(), y.detach()
         error = float((x.float() - y.float()).abs().max() / y.float().abs().max())
         if not error <= _CLOSE[x.dtype]:
             raise RuntimeError(f"result {place} of {name} is off by {error:.1e} of its size in {x.dtype}")
