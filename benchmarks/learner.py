@@ -17,10 +17,9 @@ Each learner runs in a process of its own; one that fails or takes longer than `
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
@@ -247,11 +246,19 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     first = (PEER, "none")
     for model in args.models:
         learners = sorted(args.learners, key=lambda name: (name not in first, name != PEER))
-        for learner, budget in itertools.product([*learners, *HEADS], args.budget_tokens or [BUDGETS[model]]):
+        for learner, budget in learners_and_budgets(args, model, learners):
             case = {"model": model, "learner": learner, "lengths": lengths, "budget": budget, "repeats": args.repeats}
             case |= {"device": args.device, "dtype": args.dtype, "kernels": args.kernels}
             jobs.append(Job(__file__, case, [{"model": model, "learner": learner, "budget": budget}]))
     return jobs
+
+
+def learners_and_budgets(args: argparse.Namespace, model: str, learners: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Every learner with its micro-batches; log-probs alone with the smallest."""
+    budgets = args.budget_tokens or [BUDGETS[model]]
+    for learner in learners:
+        yield from ((learner, n) for n in (args.peer_budget_tokens or budgets if learner == PEER else budgets))
+    yield from ((way, min(budgets)) for way in HEADS)
 
 
 class Ratios:
@@ -303,6 +310,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-tokens", type=int, nargs="+", help="most tokens of a micro-batch; the default goes by the model"
     )
+    parser.add_argument("--peer-budget-tokens", type=int, nargs="+", help=f"the same for {PEER}, where it is another")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters and products")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels of each learner, on a GPU")
@@ -320,7 +328,7 @@ def main() -> None:
     lengths = [sum(pair) for pair in mixed_lengths(args.total, args.longest)]
     print(f"{args.dtype}, {args.device}, {sum(lengths)} tokens in {len(lengths)} sequences of up to {max(lengths)}")
     for model in args.models:
-        for budget in args.budget_tokens or [BUDGETS[model]]:
+        for budget in args.peer_budget_tokens or args.budget_tokens or [BUDGETS[model]]:
             rows = max(1, budget // max(lengths))
             share = 1 - sum(lengths) / padded_tokens(lengths, rows)
             print(f"{model}: {rows} rows at a time are padded by {share:.0%} in {PEER}")
