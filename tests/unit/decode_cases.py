@@ -51,6 +51,25 @@ def check_norm_quantize(device: torch.device) -> None:
             same(t.add_rms_norm(x, None, weight, 1e-6, "fp8_e4m3"), (x, *fp8), f"no sum {dtype} {m} {width}")
 
 
+def check_silu_quantize(device: torch.device) -> None:
+    from lqrl.quant import triton_exact_rows, triton_quantize
+    from lqrl.quant import triton_norm_quantize as t
+
+    shapes = [(5, 40, 64), (9, 24, 8)]  # the last: rows that are computed in parts
+    if device.type == "cuda":
+        shapes = [(m, width, 16384) for width in (12288, 3072, 896, 20000, 100) for m in (8, 257)]
+    for dtype in DTYPES:
+        for m, width, widest in shapes:
+            gate, up, _ = streams(device, m, width, dtype)
+            halves = torch.cat([gate, up], 1).split(width, 1)
+            gated = triton_exact_rows.silu_mul(gate, up)
+            for pair in ((gate, up), halves):
+                int8 = triton_quantize.quantize_int8_rows(gated, 127.0, 0.0)
+                same(t.silu_mul(*pair, "int8", widest), int8, f"int8 {dtype} {m} {width}")
+                fp8 = triton_quantize.quantize_fp8_rows(gated)
+                same(t.silu_mul(*pair, "fp8_e4m3", widest), fp8, f"fp8 {dtype} {m} {width}")
+
+
 def check_scaled_gemm(device: torch.device) -> None:
     """int8: the bits of the exact sum; e4m3: the bits of one chain for every tile that is not split."""
     from lqrl.quant import triton_scaled as t
@@ -162,6 +181,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
         check_norm_quantize,
+        check_silu_quantize,
         check_scaled_gemm,
         check_word_values,
         check_packed_tables,

@@ -1,4 +1,4 @@
-"""Steps of a decoder layer on CUDA whose norm makes the very codes that the next product takes."""
+"""Steps of a decoder layer on CUDA whose norm, or SiLU, makes the very codes that the next product takes."""
 
 from __future__ import annotations
 
@@ -56,5 +56,20 @@ def normed_product(weight: Tensor, eps: float, layers: Sequence[nn.Module], fuse
     def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         total, codes, scale = triton_norm_quantize.add_rms_norm(x, delta, weight, eps, kind)
         return total, product(Coded(codes, scale), x.dtype)
+
+    return run
+
+
+def gated_product(down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """SiLU of gate, times up, and quantizer in one kernel, then the product of ``down``; ``None`` as above."""
+    products = _products((down,), {})
+    if products is None or not _serves(products[0], next(down.buffers()).device):
+        return None
+    from lqrl.quant import triton_norm_quantize
+
+    kind, product = products
+
+    def run(gate_up: Sequence[Tensor]) -> Tensor:
+        return product(Coded(*triton_norm_quantize.silu_mul(*gate_up, kind)), gate_up[0].dtype)[0]
 
     return run

@@ -1,4 +1,4 @@
-"""The decoder layers on CUDA in nine launches each: norm, product, rotation and cache write, attention, product; again.
+"""The decoder layers on CUDA in nine or ten launches each: norm, product, rotation and cache write, attention, product; again.
 
 Sums, roundings and order are those of transformers' layers but for attention, which keeps fp32 where they round, and
 for the sums inside norms. In exact mode all of it has the bits of the exact modules, whose kernels, or whose arithmetic
@@ -154,5 +154,8 @@ def _normed_product(
 def _gated_product(activation: nn.Module, down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
     product, function = linear(down), activation.forward
     if is_silu(activation):
+        quantizing = coded_steps.gated_product(down)
+        if quantizing is not None:
+            return quantizing
         return lambda gate_up: product(exact.silu_mul(*gate_up))
     return lambda gate_up: product(function(gate_up[0]) * gate_up[1])

@@ -1,7 +1,7 @@
-"""Tokens quantized where they are made, on CUDA: after the sum and norm.
+"""Tokens quantized where they are made, on CUDA: after the sum and norm, or after SiLU times up.
 
-Codes and scales have the bits of one function after the other: `lqrl.quant.exact.add_rms_norm`, then the token
-quantizers of `lqrl.quant.rows`. SiLU times up and a quantizer are two kernels: a row is too wide for one program.
+Codes and scales have the bits of one function after the other: `lqrl.quant.exact.add_rms_norm` or `silu_mul`, then the
+token quantizers of `lqrl.quant.rows`.
 """
 
 # pyright: reportCallIssue=false, reportIndexIssue=false
@@ -18,11 +18,14 @@ from torch import Tensor
 from lqrl.quant.numerics import INT8_MAX
 from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.triton_casts import rounded_to_bf16
-from lqrl.quant.triton_exact_rows import WARPS, aligned, normed_rows, rows_together
+from lqrl.quant.triton_exact_rows import WARPS, aligned, gated, normed_rows, rows_together
 from lqrl.quant.triton_quantize import NAN_CODE, magnitude, row_codes, row_scale
 from lqrl.quant.triton_use import power_of_two, tiles
 
 Codes = Literal["int8", "fp8_e4m3"]
+
+_WIDEST = 16384  # elements of a row that one program holds; a wider one is computed twice
+_EACH = 32  # elements of a thread in those
 
 
 @triton.jit
@@ -66,6 +69,42 @@ def _norm_quantize(
     _store_codes(out, scale, factor, bad, codes_ptr, row, rows, tl.arange(0, BLOCK), WIDTH, FP8, vector)
 
 
+@triton.jit
+def _silu_mul(gate_ptr, up_ptr, column, width, BF16: tl.constexpr):
+    return _rounded(gated(gate_ptr, up_ptr, column, width, True, BF16), BF16)
+
+
+@triton.jit
+def _silu_quantize(
+    gate_ptr, gate_stride, up_ptr, up_stride, codes_ptr, scale_ptr, width, largest, floor,
+    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """One row; ``REST`` further parts of it are computed twice."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    gate_ptr += row * gate_stride
+    up_ptr += row * up_stride
+    codes_ptr += row * width
+    first = _silu_mul(gate_ptr, up_ptr, column, width, BF16)
+    amax, bad = magnitude(first, 0)
+    for index in range(REST):
+        part_amax, part_bad = magnitude(_silu_mul(gate_ptr, up_ptr, (index + 1) * BLOCK + column, width, BF16), 0)
+        amax = tl.maximum(amax, part_amax)
+        bad = bad | part_bad
+    scale, factor = row_scale(amax, bad, largest, floor, FP8)
+    tl.store(scale_ptr + row, scale)
+    if bad:
+        code = tl.full((BLOCK,), NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
+        for index in range(REST + 1):
+            part = index * BLOCK + column
+            tl.store(codes_ptr + part, code, mask=part < width)
+    else:
+        tl.store(codes_ptr + column, row_codes(first, scale, factor, FP8), mask=column < width)
+        for index in range(REST):
+            part = (index + 1) * BLOCK + column
+            x = _silu_mul(gate_ptr, up_ptr, part, width, BF16)
+            tl.store(codes_ptr + part, row_codes(x, scale, factor, FP8), mask=part < width)
+
+
 def _codes(kind: Codes, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, float, float]:
     """Room for codes, as bytes, and scales; largest code and smallest amax (int8) or scale (e4m3)."""
     fp8 = kind == "fp8_e4m3"
@@ -107,3 +146,27 @@ def add_rms_norm(
                 BF16=x.dtype == torch.bfloat16, ROWS=together, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return total, _typed(codes), scale
+
+
+def silu_mul(gate: Tensor, up: Tensor, kind: Codes, widest: int = _WIDEST) -> tuple[Tensor, Tensor]:
+    """``silu(gate) * up`` quantized per token.
+
+    Args:
+        gate, up: ``[M, N]``, fp32 or bf16, elements of a row side by side.
+        kind: of the codes.
+        widest: longest row that is computed once, a power of two.
+
+    Returns:
+        Codes ``[M, N]`` int8 or e4m3, and scales fp32 ``[M, 1]``.
+    """
+    rows, width = gate.shape
+    codes, scale, largest, floor = _codes(kind, (rows, width), gate.device)
+    block = min(power_of_two(width), widest)
+    if rows and width:
+        with torch.cuda.device_of(gate):
+            _silu_quantize[(rows,)](
+                gate, gate.stride(0), up, up.stride(0), codes, scale, width, largest, floor,
+                FP8=kind == "fp8_e4m3", BF16=gate.dtype == torch.bfloat16, BLOCK=block, REST=tiles(width, block) - 1,
+                num_warps=max(1, block // (32 * _EACH)), enable_fp_fusion=False,
+            )  # fmt: skip
+    return _typed(codes), scale
