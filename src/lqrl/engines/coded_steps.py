@@ -70,6 +70,7 @@ def gated_product(down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor] | Non
     kind, product = products
 
     def run(gate_up: Sequence[Tensor]) -> Tensor:
-        return product(Coded(*triton_norm_quantize.silu_mul(*gate_up, kind)), gate_up[0].dtype)[0]
+        gate, up = gate_up
+        return product(Coded(*triton_norm_quantize.silu_mul(gate, up, kind)), gate.dtype)[0]
 
     return run

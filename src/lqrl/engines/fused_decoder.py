@@ -1,4 +1,4 @@
-"""The decoder layers on CUDA in nine or ten launches each: norm, product, rotation and cache write, attention, product; again.
+"""The decoder layers on CUDA in nine or ten launches: norm, product, rotation and cache, attention, product; again.
 
 Sums, roundings and order are those of transformers' layers but for attention, which keeps fp32 where they round, and
 for the sums inside norms. In exact mode all of it has the bits of the exact modules, whose kernels, or whose arithmetic
