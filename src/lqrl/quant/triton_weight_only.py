@@ -29,8 +29,8 @@ FUSED_ROWS: dict[PackedFormat, int] = {"int8": 64, "int4": 256, "nvfp4": 64, "mx
 GATHERED_ROWS = 16
 """Most rows that every tile brings into the order of words itself; more are reordered once, before the product."""
 
-# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4 up to
-# 16 rows was measured on an H100; the others are starting values.
+# By format: (largest M, smallest N, tile), the first row whose limits hold, see `benchmarks/decode_gemm.py`. int4
+# was measured on an H200; the others are starting values.
 _FEW: list[tuple[int, int, Tile]] = [
     (16, 8192, Tile(16, 64, 256, 4, 4, tall=True)),
     (16, 0, Tile(16, 64, 256, 4, 4, tall=True, splits=4)),
@@ -38,15 +38,14 @@ _FEW: list[tuple[int, int, Tile]] = [
     (2**31, 0, Tile(64, 64, 128, 4, 4, tall=True, splits=4)),
 ]
 _INT4: list[tuple[int, int, Tile]] = [
-    (16, 24576, Tile(16, 64, 512, 4, 3, tall=True)),
-    (16, 0, Tile(16, 64, 512, 4, 3, tall=True, splits=2)),
-    (64, 24576, Tile(64, 128, 128, 4, 4, tall=True)),
-    (64, 6144, Tile(64, 64, 128, 4, 3, tall=True, splits=2)),
-    (64, 0, Tile(64, 64, 128, 4, 3, tall=True, splits=4)),
-    (128, 6144, Tile(128, 64, 128, 4, 4, tall=True)),
-    (128, 0, Tile(128, 64, 128, 4, 4, tall=True, splits=2)),
-    (2**31, 6144, Tile(256, 64, 64, 4, 4, tall=True)),
-    (2**31, 0, Tile(256, 64, 64, 4, 4, tall=True, splits=2)),
+    (16, 24576, Tile(16, 64, 256, 4, 4, tall=True)),
+    (16, 6144, Tile(16, 64, 512, 4, 3, tall=True)),
+    (16, 0, Tile(16, 64, 512, 4, 3, tall=True, splits=4)),
+    (64, 24576, Tile(64, 64, 128, 4, 3, tall=True)),
+    (64, 6144, Tile(64, 64, 256, 4, 3, tall=True, splits=2)),
+    (64, 0, Tile(64, 64, 128, 4, 4, tall=True, splits=4)),
+    (2**31, 6144, Tile(128, 64, 128, 4, 3, tall=True)),
+    (2**31, 0, Tile(128, 64, 128, 4, 3, tall=True, splits=2)),
 ]
 TILES: dict[PackedFormat, list[tuple[int, int, Tile]]] = {"int8": _FEW, "int4": _INT4, "nvfp4": _FEW, "mxfp4": _FEW}
 
