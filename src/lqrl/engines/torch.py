@@ -48,7 +48,8 @@ class TorchEngineFactory(EngineFactory):
 
     Attributes:
         max_num_seqs: most samples that run together.
-        max_num_batched_tokens: most prompt tokens in one prefill.
+        max_num_batched_tokens: most prompt tokens in one prefill; ``None`` is 8192 on the CPU and 16384 elsewhere, where
+            the host must launch many kernels while the GPU works on them.
         kv_cache_tokens: most tokens the cache holds; fewer samples run together when they would need more. ``None``
             sets no limit beside ``max_num_seqs``.
         gpu_memory_utilization: on CUDA, the engine's share of the GPU's memory, its weights and cache; the learner has
@@ -69,7 +70,7 @@ class TorchEngineFactory(EngineFactory):
     """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int | None = None
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     sleep_level: Literal[0, 1] = 0
@@ -127,7 +128,9 @@ class TorchEngine(RolloutEngine):
             spec.exact,
             releasable=options.sleep_level > 0,
         )
-        interval = options.host_interval or (1 if spec.device.type == "cpu" else 8)
+        on_cpu = spec.device.type == "cpu"
+        interval = options.host_interval or (1 if on_cpu else 8)
+        self._prefill_tokens = options.max_num_batched_tokens or (8192 if on_cpu else 16384)
         self._stepper = Stepper(self.decoder, self._cache, interval, options.cuda_graphs)
         self._held: HeldTensors | None = None
         self._stats = EngineStats()
@@ -171,7 +174,7 @@ class TorchEngine(RolloutEngine):
                 seed=seed,
                 stop_token_ids=(*stops, *params.stop_token_ids),
                 max_slots=slots,
-                prefill_tokens=self.options.max_num_batched_tokens,
+                prefill_tokens=self._prefill_tokens,
             )
             self._generating = True
             try:
