@@ -43,12 +43,13 @@ def _run_or_say_why_not() -> None:
 
     from lqrl import lightning_cli
     from lqrl.callbacks import MismatchError
-    from lqrl.engines import RefreshError, StaleEngineError
+    from lqrl.engines import EngineUnavailableError, RefreshError, StaleEngineError
     from lqrl.parse_errors import sentence
     from lqrl.quant.native_build import BuildError, SelfTestError
     from lqrl.rewards import RewardError
 
-    ours = RewardError, RefreshError, StaleEngineError, MismatchError, BuildError, SelfTestError
+    engines = EngineUnavailableError, RefreshError, StaleEngineError
+    ours = RewardError, MismatchError, BuildError, SelfTestError, *engines
     try:
         lightning_cli.run()
     except (ValueError, OSError, ImportError, NotImplementedError, MisconfigurationException, *ours) as error:

@@ -17,7 +17,7 @@ from lqrl.learner.kv_scales import CALIBRATION_PROMPTS
 from lqrl.learner.module import PolicyModule
 from lqrl.learner.options import check_data, check_precision
 from lqrl.learner.refresh import refresh_engines, refresh_metrics
-from lqrl.learner.update import sum_ratios
+from lqrl.learner.update import step_schedule, sum_ratios
 from lqrl.rollouts import rollout_metrics
 
 Log = Callable[[int, dict[str, float]], None]
@@ -69,8 +69,7 @@ def fit(
                 no_sync=lambda: fabric.no_backward_sync(forward),
             )
             module.finish_iteration(rollouts)
-            if scheduler is not None:
-                scheduler.step()
+            step_schedule(scheduler)
             report = refresh_engines(module, stages, full_precision=False)
             feed_back(data, rollouts.outcomes)
             metrics = {**sum_ratios([rollout_metrics(rollouts)], fabric.device), **credit, **learned}

@@ -165,6 +165,21 @@ def test_the_last_line_of_an_error_says_what_is_wrong_without_a_dump(lqrl, optio
     assert "[--trainer" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["urls=[http://127.0.0.1:9]"], ["no vLLM server answers at http://127.0.0.1:9", "or correct urls"]),
+        (["urls=[http://127.0.0.1:9]", "partial.limit_s=9", "partial.max_lag=2"], ["max_staleness is 0; set", "max_staleness: 2"]),
+    ],
+)
+def test_an_engine_that_cannot_be_had_ends_with_a_sentence(lqrl, options, parts):
+    engine = "--model.engine=lqrl.engines.vllm.VLLMServerEngineFactory"
+    done = lqrl("fit", engine, "--model.engine.attempts=1", *[f"--model.engine.{option}" for option in options])
+    assert done.failed
+    assert [part for part in parts if part not in done.last] == []
+    assert "Traceback" not in done.err
+
+
 def test_what_was_refused_inside_a_value_is_the_only_error(lqrl):
     done = lqrl("fit", "--model.scheme.name=nf4", "--model.scheme.skip=abc")
     errors = done.err[done.err.index("error:") :].strip().splitlines()

@@ -3,6 +3,7 @@
 from lqrl.engines.base import (
     EngineFactory,
     EngineSpec,
+    EngineUnavailableError,
     RefreshError,
     RolloutEngine,
     StaleEngineError,
@@ -14,6 +15,7 @@ __all__ = [
     "EngineFactory",
     "EngineSpec",
     "EngineStats",
+    "EngineUnavailableError",
     "RefreshError",
     "RolloutEngine",
     "StaleEngineError",

@@ -28,6 +28,10 @@ class RefreshError(RuntimeError):
     """A refresh did not complete; the engine refuses to generate until one does."""
 
 
+class EngineUnavailableError(RuntimeError):
+    """What the engine runs on is missing, does not start, is not what the recipe says, or has been lost."""
+
+
 class StaleEngineError(RuntimeError):
     """The engine holds weights of another policy version than the caller expects."""
 
@@ -149,6 +153,11 @@ class RolloutEngine(ABC):
 
 class EngineFactory(ABC):
     """Builds an engine; a frozen dataclass whose fields are the engine's options."""
+
+    @property
+    def max_lag(self) -> int:
+        """Versions of the policy between the oldest token of a completion and the one that ends it, at most."""
+        return 0
 
     @abstractmethod
     def __call__(self, spec: EngineSpec) -> RolloutEngine:

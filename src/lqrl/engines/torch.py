@@ -48,8 +48,8 @@ class TorchEngineFactory(EngineFactory):
 
     Attributes:
         max_num_seqs: most samples that run together.
-        max_num_batched_tokens: most prompt tokens in one prefill; ``None`` is 8192 on the CPU and 16384 elsewhere, where
-            the host must launch many kernels while the GPU works on them.
+        max_num_batched_tokens: most prompt tokens in one prefill; ``None`` is 8192 on the CPU and 16384 elsewhere: the
+            host must launch the next one's kernels while the GPU works on one.
         kv_cache_tokens: most tokens the cache holds; fewer samples run together when they would need more. ``None``
             sets no limit beside ``max_num_seqs``.
         gpu_memory_utilization: on CUDA, the engine's share of the GPU's memory, its weights and cache; the learner has

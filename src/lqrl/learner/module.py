@@ -31,6 +31,7 @@ from lqrl.learner.update import (
     Watch,
     fresh_rows,
     score,
+    step_schedule,
     sum_ratios,
     update_policy,
 )
@@ -232,9 +233,7 @@ class PolicyModule(L.LightningModule):
             no_sync=model.no_sync if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext,
         )
         self.finish_iteration(rollouts)
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:
-            scheduler.step()
+        step_schedule(self.lr_schedulers())
         metrics = {
             **sum_ratios([rollout_metrics(rollouts)], self.device),
             **credit,

@@ -105,7 +105,17 @@ def build_scorer(module: PolicyModule) -> Scorer:
 
 
 def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
-    """The rollout engine; an aligned learner rounds where it does from here on."""
+    """The rollout engine; an aligned learner rounds where it does from here on.
+
+    Raises:
+        ValueError: when its completions may hold older tokens than ``max_staleness`` allows.
+    """
+    lag, allowed = module.engine_factory.max_lag, module.max_staleness
+    if lag > allowed:
+        raise ValueError(
+            f"the engine ends rollouts whose first tokens are up to {lag} versions old (partial.max_lag), and "
+            f"max_staleness is {allowed}; set model.init_args.max_staleness: {lag}"
+        )
     engine = module.engine_factory(engine_spec(module, device))
     changed = _follow(module, module.scorer, engine)
     if changed:

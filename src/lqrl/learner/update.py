@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -326,6 +327,15 @@ def _summary(batch: TrainBatch, norms: Sequence[Tensor], steps: int) -> dict[str
 def _without_mismatch(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
     """A distance from the engine to itself is no measurement."""
     return {name: ratio for name, ratio in metrics.items() if not name.startswith("mismatch/")}
+
+
+def step_schedule(scheduler: Any) -> None:
+    """Step a schedule of the learning rate, if there is one, after an iteration, also one without an optimizer step."""
+    if scheduler is None:
+        return
+    with warnings.catch_warnings():  # torch's, of the latter
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        scheduler.step()
 
 
 def clip_gradients_(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import Digests, EngineSpec, NamedTensors, RefreshError
+from lqrl.engines.base import Digests, EngineSpec, EngineUnavailableError, NamedTensors, RefreshError
 from lqrl.engines.vllm import process, reload
 from lqrl.engines.vllm.adapters import ServedAdapters, held_factor_digests
 from lqrl.engines.vllm.arguments import engine_arguments
@@ -53,7 +53,7 @@ class VLLMEngine(GuardedEngine):
 
     Raises:
         ImportError: without vLLM.
-        RuntimeError: for a vLLM that is not tested, or that cannot be built so.
+        EngineUnavailableError: for a vLLM that is not tested, or that cannot be built so.
         ValueError: when vLLM has no such format there, or an option is unknown, decided elsewhere or not to be had.
         NotImplementedError: for exact mode, a second GPU or several ranks.
     """
@@ -114,7 +114,7 @@ class VLLMEngine(GuardedEngine):
             try:
                 return process.launch(arguments, variables, self.spec.device)
             except Exception as error:
-                raise RuntimeError(
+                raise EngineUnavailableError(
                     f"vLLM {self._vllm.__version__} cannot be built for scheme {self.spec.scheme.name!r} in "
                     f"{self.spec.dtype} on {self.spec.device}: {process.words_of(error)}"
                 ) from error

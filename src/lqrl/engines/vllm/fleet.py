@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lqrl.engines.base import RefreshError
+from lqrl.engines.base import EngineUnavailableError, RefreshError
 from lqrl.engines.vllm.dispatch import share
 from lqrl.engines.vllm.parts import ReadersEnded
 from lqrl.engines.vllm.peer import PeerLost, PeerRefusal
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ReplicasLostError(RuntimeError):
+class ReplicasLostError(EngineUnavailableError):
     """No replica is left that could generate."""
 
 

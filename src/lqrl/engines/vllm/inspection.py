@@ -34,7 +34,7 @@ class Inspection:
 
         Raises:
             ValueError: when it holds another model, or another way to compute it.
-            RuntimeError: for a vLLM that is not tested.
+            EngineUnavailableError: for a vLLM that is not tested.
         """
         if not self.allow_untested_version:
             check_version(facts["vllm"])

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lqrl.engines.base import EngineUnavailableError
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 
 HOST = "127.0.0.1"
@@ -102,13 +103,15 @@ class ServerProcess:
             deadline: of `time.monotonic`.
 
         Raises:
-            RuntimeError: when it ends before, or is not ready in time; with the end of its log.
+            EngineUnavailableError: when it ends before, or is not ready in time; with the end of its log.
         """
         while not self._answers():
             if self.ended:
-                raise RuntimeError(f"the vLLM server on port {self.port} ended while it started: {self.last_words()}")
+                raise EngineUnavailableError(
+                    f"the vLLM server on port {self.port} ended while it started: {self.last_words()}"
+                )
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise EngineUnavailableError(
                     f"the vLLM server on port {self.port} is not up in time; raise start_timeout_s: {self.last_words()}"
                 )
             time.sleep(0.2)

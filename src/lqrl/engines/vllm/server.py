@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lqrl.engines.base import EngineSpec, RefreshError
+from lqrl.engines.base import EngineSpec, EngineUnavailableError, RefreshError
 from lqrl.engines.torch import EngineStats
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
@@ -59,8 +59,8 @@ class VLLMServerEngine(GuardedEngine):
 
     Raises:
         ImportError: without vLLM, when servers are to be started.
-        RuntimeError: for a vLLM that is not tested or finds no device, or a server that does not start, does not answer
-            or holds another model.
+        EngineUnavailableError: for a vLLM that is not tested or finds no device, or a server that does not start, does
+            not answer or holds another model.
         ValueError: when vLLM has no such format, the first server cannot be refreshed, an option is unknown or
             decided elsewhere, or ``transport`` has no GPU on one side.
         NotImplementedError: for exact mode, adapters beside the weights, or several ranks.
@@ -87,7 +87,7 @@ class VLLMServerEngine(GuardedEngine):
         if fleet.lost:
             message = f"{len(fleet.lost)} of {len(fleet.replicas)} vLLM servers cannot be used: {fleet.why()}"
             self._finalizer()
-            raise RuntimeError(message)
+            raise EngineUnavailableError(message)
 
     def _gather(self, spec: EngineSpec) -> ServedModel:
         """Put the replicas into the fleet, not started yet; the model as they hold it."""
@@ -99,7 +99,9 @@ class VLLMServerEngine(GuardedEngine):
             import_vllm(allow_untested=options.allow_untested_version)
             replicas, platform = [], device_type()
             if not platform:
-                raise RuntimeError("the installed vLLM finds no device here; install its CPU build, or give urls")
+                raise EngineUnavailableError(
+                    "the installed vLLM finds no device here; install its CPU build, or give urls"
+                )
         through_gpu = options.transport == "cuda_ipc"
         if through_gpu and not spec.device.type == platform == "cuda":
             raise ValueError(
@@ -301,7 +303,9 @@ def _platform(replica: Replica) -> str:
     try:
         return replica.facts()["platform"]
     except PeerLost as error:
-        raise RuntimeError(f"no vLLM server answers at {replica.url}: {error}") from error
+        raise EngineUnavailableError(
+            f"no vLLM server answers at {replica.url} ({error}); start it as docs/vllm.md says, or correct urls"
+        ) from error
 
 
 def _retire(fleet: Fleet, directory: Path) -> None:

@@ -93,6 +93,11 @@ class VLLMServerEngineFactory(EngineFactory):
         _ = self.each  # checks what the two factories have in common
 
     @property
+    def max_lag(self) -> int:
+        """That of `Partial`, 0 without."""
+        return 0 if self.partial is None else self.partial.max_lag
+
+    @property
     def each(self) -> VLLMEngineFactory:
         """What one server is built with."""
         return VLLMEngineFactory(

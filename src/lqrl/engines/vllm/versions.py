@@ -6,6 +6,8 @@ import re
 from importlib import import_module
 from types import ModuleType
 
+from lqrl.engines.base import EngineUnavailableError
+
 FIRST, LAST = (0, 26), (0, 32)
 """Minor releases that the tests ran with: 0.26 on an H100, 0.32 on a CPU. The ends are tested."""
 
@@ -18,7 +20,7 @@ def import_vllm(*, allow_untested: bool = False) -> ModuleType:
 
     Raises:
         ImportError: when there is none.
-        RuntimeError: see `check_version`.
+        EngineUnavailableError: see `check_version`.
     """
     try:
         vllm = import_module("vllm")
@@ -41,11 +43,13 @@ def parse_version(version: str) -> tuple[int, int]:
     """Major and minor number of ``0.26.0``, ``0.32.1.dev7+g12ab`` and the like.
 
     Raises:
-        RuntimeError: when there are none.
+        EngineUnavailableError: when there are none.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise RuntimeError(f"vLLM calls its version {version!r}, which names no release; install one from PyPI")
+        raise EngineUnavailableError(
+            f"vLLM calls its version {version!r}, which names no release; install one from PyPI"
+        )
     return int(found[1]), int(found[2])
 
 
@@ -55,11 +59,11 @@ def check_version(version: str) -> None:
     A refresh relies on how vLLM reloads weights, which changes between releases without notice.
 
     Raises:
-        RuntimeError: outside of `FIRST` to `LAST`.
+        EngineUnavailableError: outside of `FIRST` to `LAST`.
     """
     if not FIRST <= parse_version(version) <= LAST:
         first, last = (".".join(map(str, v)) for v in (FIRST, LAST))
-        raise RuntimeError(
+        raise EngineUnavailableError(
             f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm>={first},"
             f"<{LAST[0]}.{LAST[1] + 1}', or set allow_untested_version: true and run tests/integration/test_vllm_*.py"
         )
