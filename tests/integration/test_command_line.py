@@ -169,7 +169,10 @@ def test_the_last_line_of_an_error_says_what_is_wrong_without_a_dump(lqrl, optio
     ("options", "parts"),
     [
         (["urls=[http://127.0.0.1:9]"], ["no vLLM server answers at http://127.0.0.1:9", "or correct urls"]),
-        (["urls=[http://127.0.0.1:9]", "partial.limit_s=9", "partial.max_lag=2"], ["max_staleness is 0; set", "max_staleness: 2"]),
+        (
+            ["urls=[http://127.0.0.1:9]", "partial.limit_s=9", "partial.max_lag=2"],
+            ["max_staleness is 0; set", "max_staleness: 2"],
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_had_ends_with_a_sentence(lqrl, options, parts):

@@ -153,7 +153,7 @@ def test_weights_that_compute_nan_fail_the_refresh_and_a_good_one_follows(engine
         engine.update_weights(huge, policy_version=6)
     with pytest.raises(StaleEngineError, match="its last refresh failed"):
         engine.generate(PROMPTS, SHORT, seed=1)
-    assert {version_of(engine, url) for url in engine.serving} == {"none"}
+    assert all(version_of(engine, url).startswith("none-") for url in engine.serving)
     engine.update_weights(stream(), policy_version=7)
     check_same(engine.generate(PROMPTS, SHORT, seed=1), said)
 
@@ -185,7 +185,7 @@ def test_servers_that_are_killed_in_a_refresh_and_at_last_in_a_generation(engine
     # The other one has loaded its weights when the first is killed, whose answer is still to come.
     def halt() -> None:
         kill(engine, killed, signal.SIGSTOP)
-        when(lambda: version_of(outside, other) == "none", lambda: (time.sleep(0.5), kill(engine, killed)))
+        when(lambda: version_of(outside, other).startswith("none-"), lambda: (time.sleep(0.5), kill(engine, killed)))
 
     halted = when(lambda: any(directory.glob("*/weights.json")), halt)
     with pytest.warns(UserWarning, match=rf"failed on 1 of 2 replicas: {killed}.*done again with the other 1"):

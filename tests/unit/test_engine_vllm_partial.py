@@ -96,6 +96,46 @@ def _finish(engine: VLLMServerEngine, returned: list[tuple[Prompt, list[Completi
     return engine
 
 
+def test_a_bad_sample_leaves_what_was_begun_as_it_was(start: Start) -> None:
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
+    engine.generate_some(prompts(0), PARAMS, seed=0)
+    begun, stats = engine.unfinished(), engine.stats
+    renew(engine, 6)
+    peer.says_nan = True
+    with pytest.raises(RuntimeError, match="NaN among them"):
+        engine.generate_some(prompts(10), PARAMS, seed=1)
+    assert (engine.unfinished(), engine.stats) == (begun, stats)
+
+
+@pytest.mark.parametrize(("reason", "message"), [("abort", "samples without a token"), (None, "ended sample .*None")])
+def test_answers_that_bring_nothing_end_the_call(start: Start, reason: str | None, message: str) -> None:
+    peer = start()
+    engine = refreshed(peer, partial=HALF)
+
+    def nothing(route: str) -> tuple[int, Any] | None:
+        choice = {"finish_reason": reason, "prompt_token_ids": [5, 6, 7], "token_ids": []}
+        said = {"choices": [choice | {"logprobs": {"token_logprobs": []}}]}
+        return (200, said) if route == "/v1/completions" else None
+
+    peer.before = nothing
+    with pytest.raises(RuntimeError, match=message):
+        engine.generate_some(prompts(0, 1), PARAMS, seed=0)
+
+
+def test_a_server_that_does_not_go_on_after_a_cut_is_asked_again_or_lost(start: Start) -> None:
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
+    refusals = [503] * 3  # as often as the cut asks
+    peer.before = lambda route: (refusals.pop(), {}) if route == "/resume" and refusals else None
+    assert len(engine.generate_some(prompts(0), PARAMS, seed=0)) >= 2
+    assert not peer.paused
+    renew(engine, 5)
+    peer.before = lambda route: (503, {}) if route == "/resume" else None
+    with pytest.warns(UserWarning, match="/resume failed in 3 attempts"), pytest.raises(ReplicasLostError):
+        engine.generate_some(prompts(10), PARAMS, seed=1)
+
+
 def test_what_is_continued_has_its_tokens_and_the_rest_of_its_length(start: Start) -> None:
     peer = holding(start())
     engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from shared_reader import Fake
 from test_engine_vllm_server import SPEC, engine_on, weights
 from torch import Tensor
-from vllm_peers import VLLMPeer
+from vllm_peers import VLLMPeer, loading
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.cuda_driver import DriverError, OutOfDeviceMemory
@@ -315,7 +315,7 @@ def test_one_that_dies_while_it_reads_is_gone_and_the_others_may_try_again(start
     dying, good = start(), start()
     engine = engine_on(dying, good)
     engine.update_weights(weights().items(), policy_version=4)
-    dying.before = lambda route: (-1, None) if route == "/collective_rpc" and dying.version == "none" else None
+    dying.before = lambda route: (-1, None) if route == "/collective_rpc" and loading(dying) else None
     with pytest.raises(ReplicasGoneError, match=rf"{dying.url}: /collective_rpc failed"):
         engine._fleet.load(weights(1).items(), engine._probe, Route(streams=True))
     assert engine.serving == [good.url]

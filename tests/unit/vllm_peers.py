@@ -26,6 +26,11 @@ def sampled(seed: int, count: int) -> list[int]:
     return [4 + (seed >> 3 * i) % 50 for i in range(count)]
 
 
+def loading(peer: VLLMPeer) -> bool:
+    """Whether it has been told that its weights are no version."""
+    return str(peer.version).startswith("none-")
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -38,6 +43,7 @@ class VLLMPeer:
 
     Attributes:
         asked: how often each route was asked.
+        paths: what was asked with a query.
         before: called with the route of every request, ahead of the answer; a status and an answer of its own go out
             instead, for a negative status the connection is cut.
         version: what ``/weight_info`` says; ``None`` is a vLLM without that route.
@@ -52,6 +58,7 @@ class VLLMPeer:
 
     def __init__(self, model: ServedModel | None = None, port: int = 0, **facts: Any) -> None:
         self.asked: Counter[str] = Counter()
+        self.paths: list[str] = []
         self.before: Callable[[str], Answer | None] = lambda route: None
         self.version: str | None = "default"
         self.stamped = ""
@@ -122,6 +129,7 @@ class VLLMPeer:
                 route = self.path.partition("?")[0]
                 with peer._lock:
                     peer.asked[route] += 1
+                    peer.paths += [self.path] if "?" in self.path else []
                 status, answer = peer.before(route) or peer._answer(route, body)
                 if status < 0 or peer._dead:
                     self.close_connection = True

@@ -11,6 +11,20 @@ _HANDS_ON = frozenset(
 """Connectors of separate prefill and decode engines, which keep nothing themselves."""
 
 
+def check_caches(engine_args: Mapping[str, Any]) -> None:
+    """`check_connectors` of what ``engine_args`` ask for.
+
+    Raises:
+        ValueError: see there; and for the backend of offloading that becomes a connector of the kind.
+    """
+    if engine_args.get("kv_offloading_size") is not None and engine_args.get("kv_offloading_backend") == "lmcache":
+        raise ValueError(
+            "engine_args.kv_offloading_backend: lmcache cannot drop what it keeps, and would give back keys and values "
+            "of old weights after a refresh; take native"
+        )
+    check_connectors(engine_args.get("kv_transfer_config"))
+
+
 def check_connectors(transfer: Any) -> None:
     """Refuse a connector that would give back keys and values of weights that a refresh has replaced.
 

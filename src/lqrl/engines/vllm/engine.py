@@ -19,7 +19,7 @@ from lqrl.engines.base import Digests, EngineSpec, EngineUnavailableError, Named
 from lqrl.engines.vllm import process, reload
 from lqrl.engines.vllm.adapters import ServedAdapters, held_factor_digests
 from lqrl.engines.vllm.arguments import engine_arguments
-from lqrl.engines.vllm.connectors import check_connectors
+from lqrl.engines.vllm.connectors import check_caches
 from lqrl.engines.vllm.direct import Rehearsal
 from lqrl.engines.vllm.direct_refresh import DirectRefresh
 from lqrl.engines.vllm.frozen import FrozenBase
@@ -97,7 +97,7 @@ class VLLMEngine(GuardedEngine):
         """Build the ``vllm.LLM`` on unset weights."""
         from vllm.engine.arg_utils import EngineArgs
 
-        check_connectors(self.options.engine_args.get("kv_transfer_config"))
+        check_caches(self.options.engine_args)
         known = frozenset(f.name for f in fields(EngineArgs))
         variables = process.rank_variables(self._ranks.size, self.spec.device)
         with tempfile.TemporaryDirectory(prefix="lqrl-vllm-") as directory:

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lqrl.engines.base import EngineUnavailableError, RefreshError
@@ -128,7 +129,7 @@ class Fleet:
 
         Args:
             bodies: of the requests.
-            version: see `stamp`.
+            version: see `seal`.
             due: whether the answers so far are enough. What is under way is cut off then, and answered with what there
                 is; what was not begun has no answer.
 
@@ -166,6 +167,7 @@ class Fleet:
         for replica in self.serving:
             redone = sum(source is replica for source in sources.values())
             try:
+                replica.go_on()
                 found = replica.version()
             except (PeerLost, PeerRefusal) as error:
                 self._lose(replica, str(error), redone)
@@ -198,20 +200,20 @@ class Fleet:
                 directory = Path(name)
                 with under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send:
                     loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
         if len(digests) > 1:
             raise RefreshError("the replicas hold different tensors after the same weights; serve all of them alike")
         return loaded[0]
 
-    def stamp(self, version: str) -> None:
+    def seal(self, version: str) -> None:
         """Say to all replicas that serve which weights they have.
 
         Raises:
-            ReplicasGoneError, RefreshError: when one does not take it; see `load`.
+            ReplicasGoneError, RefreshError: when one does not take it, or has others by now; see `load`.
         """
-        self._all("version", lambda replica: replica.stamp(version))
+        self._all("version", lambda replica: replica.seal(version))
 
     def _all(self, what: str, do: Callable[[Replica], T], send: Callable[..., None] | None = None) -> list[T]:
         """Do something with all replicas that serve, at the same time, and beside it ``send``."""

@@ -46,6 +46,8 @@ class Inspection:
             raise ValueError(
                 "it is on another machine than the learner, whose GPU it cannot read; set transport: files"
             )
+        if facts.get("keeps"):
+            raise ValueError(facts["keeps"])
         if facts["max_model_len"] < self.spec.max_model_len:
             raise ValueError(
                 f"it has max_model_len {facts['max_model_len']}; start it with at least {self.spec.max_model_len}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
+from uuid import uuid4
 
 from lqrl.engines.base import RefreshError
 from lqrl.engines.vllm import wire
@@ -17,7 +18,7 @@ from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 
 UNSET = "none"
-"""The version of weights that are no complete set."""
+"""How the version of weights begins that are no complete set, or not yet one that all replicas hold."""
 
 _PROBE = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": PROBE_LOGPROBS}
 
@@ -49,14 +50,17 @@ class Replica:
     Attributes:
         broken: a load could not be ended, so that none can follow.
         workers: processes that share its model; known after `facts`.
+        paused: it was cut off, and may not go on yet.
     """
 
     def __init__(self, url: str, patience: Patience, width: int, process: ServerProcess | None = None) -> None:
         self._process, self.width = process, width
         self.peer = Peer(url, patience, self._ended)
         self.url = self.peer.url
-        self.broken = False
+        self.broken = self.paused = False
         self.workers = 1
+        self._connected = False  # it hands caches on to a connector
+        self._mark = ""  # its version while it loads, which nobody else gives it
         self._has_version_route = True
 
     def _ended(self) -> bool:
@@ -70,7 +74,7 @@ class Replica:
             return False
         if self.broken and self._process is None:
             try:
-                self.broken = self.version() == UNSET  # one that was started anew has never had that version
+                self.broken = self.version() == self._mark  # one that was started anew has never had that version
             except RuntimeError:
                 return False
         return not self.broken
@@ -97,10 +101,21 @@ class Replica:
 
     def cut(self) -> None:
         """End what it generates, each request with the tokens it has; one that does not answer ends nothing."""
+        self.paused = True
         with suppress(PeerLost):
             self.peer.post("/pause?mode=abort", attempts=1)
         with suppress(PeerLost):  # also when the first answer was lost on its way
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Have it answer requests again, where a `cut` may have left it paused.
+
+        Raises:
+            PeerLost: when it does not answer.
+        """
+        if self.paused:
             self.peer.post("/resume")
+            self.paused = False
 
     # ---------------------------------------------------------------- what it is
 
@@ -119,7 +134,9 @@ class Replica:
                 f"it is no server that lqrl can refresh ({error}); start it with VLLM_SERVER_DEV_MODE=1 and "
                 "--worker-extension-cls lqrl.engines.vllm.worker.ServedWorker, where lqrl is installed"
             ) from error
-        self.workers = len(facts)
+        if not facts:
+            raise ValueError("none of its workers answers")
+        self.workers, self._connected = len(facts), bool(facts[0].get("connected"))
         try:
             self.peer.get("/weight_info")
         except PeerRefusal as error:
@@ -129,7 +146,7 @@ class Replica:
         return facts[0]
 
     def version(self) -> str:
-        """What `stamp` said last; a server that started since then says something else.
+        """What `seal` said last; a server that started since then says something else.
 
         Raises:
             PeerLost: when it does not answer.
@@ -139,8 +156,19 @@ class Replica:
         stamped = {each["version"] for each in self._workers("lqrl_version")}
         return stamped.pop() if len(stamped) == 1 else UNSET
 
+    def seal(self, version: str) -> None:
+        """Say which weights it has: those that `load` gave it.
+
+        Raises:
+            PeerLost: when it does not answer, or has been started anew or loaded by others since.
+        """
+        found = self.version()
+        if found != self._mark:
+            raise PeerLost(f"its weights have become version {found!r} since it loaded them")
+        self.stamp(version)
+
     def stamp(self, version: str) -> None:
-        """Say which weights it has.
+        """Give its weights a version, whatever they are.
 
         Raises:
             PeerLost: when it does not answer.
@@ -167,18 +195,24 @@ class Replica:
             RefreshError: when it fails; the replica then has no version.
             PeerLost, PeerRefusal: when the server does not answer, or has not the routes.
         """
-        self.stamp(UNSET)
+        self._mark = f"{UNSET}-{uuid4().hex[:16]}"
+        self.stamp(self._mark)
         self.peer.post("/pause?mode=abort")
         answers = self._workers("lqrl_load", str(directory), attempts=1)
+        if len(answers) != self.workers:
+            raise RefreshError(f"{len(answers)} of its {self.workers} workers loaded the weights")
         self.broken = any(each.get("broken") for each in answers)
         if errors := dict.fromkeys(each["error"] for each in answers if "error" in each):
             raise RefreshError(f"it failed while it loaded the weights: {'; '.join(errors)}")
         for each in answers:
             if each["moved"]:
                 raise RefreshError(f"storage moved during the refresh: {', '.join(each['moved'][:5])}")
-        if not self.peer.post("/reset_prefix_cache")["success"]:
+        # Releases differ in what they say of a connector that is not there.
+        caches = "/reset_prefix_cache?reset_external=true" if self._connected else "/reset_prefix_cache"
+        if not self.peer.post(caches)["success"]:
             raise RefreshError("it kept prefixes of the old weights: a request was still running")
         self.peer.post("/resume")
+        self.paused = False
         try:
             said = wire.top_logprobs(self.complete(wire.request_body(probe, _PROBE)), probe)
         except PeerRefusal as error:  # NaN has no JSON, says the server

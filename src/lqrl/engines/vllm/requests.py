@@ -17,8 +17,9 @@ from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
 CUT = "abort"
 """vLLM's word for why a sample ended that it was told to stop."""
+ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""Its words for why one ended by itself."""
 _LEAST_TEMPERATURE = 0.01  # vLLM takes this one for all between 0 and it
-_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def completion(sample: Sample, generated: Generated, policy_version: int) -> Com
     Raises:
         RuntimeError: when it was not finished, a log-prob is missing or NaN.
     """
-    reason = _FINISH.get(generated.finish_reason)
+    reason = ENDS.get(generated.finish_reason or "")
     if reason is None:
         raise RuntimeError(
             f"vLLM ended sample {sample.index} of prompt {sample.prompt.id} with {generated.finish_reason!r}, neither "

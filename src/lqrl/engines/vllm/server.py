@@ -23,6 +23,7 @@ from lqrl.engines.base import EngineSpec, EngineUnavailableError, RefreshError
 from lqrl.engines.torch import EngineStats
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
+from lqrl.engines.vllm.connectors import check_caches
 from lqrl.engines.vllm.fleet import Fleet, ReplicasGoneError, ReplicasLostError
 from lqrl.engines.vllm.guard import GuardedEngine, Loaded
 from lqrl.engines.vllm.inspection import Inspection
@@ -126,6 +127,7 @@ class VLLMServerEngine(GuardedEngine):
         options = self.options
         if spec.device.type == "cpu":
             check_cpu_attention(spec)
+        check_caches(options.engine_args)
         arguments = engine_arguments(spec, options.each, self._directory, frozenset(f.name for f in fields(EngineArgs)))
         served.write_config(self._directory)
         replicas = []
@@ -167,16 +169,20 @@ class VLLMServerEngine(GuardedEngine):
         before = [*self._begun, *begun(prompts, params, seed)]
         groups = before
         while groups:
-            groups = self._advanced(groups, partial, started)
+            serving, last, groups = self.serving, groups, self._advanced(groups, partial, started)
             if enough(groups, _left(groups), self.policy_version, partial.max_lag):
                 break
+            if groups == last and self.serving == serving:
+                raise RuntimeError("vLLM's servers end samples without a token and before their end; see their logs")
+        # Before anything is kept: it may refuse what vLLM gave.
+        ended = [(g.prompt, [draft.completion() for draft in g.drafts]) for g in groups if g.finished]
         self._begun = [group for group in groups if not group.finished]
         self._stats = EngineStats(
             self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
             self._stats.generated_tokens + _tokens(groups) - _tokens(before),
             self._stats.seconds + time.perf_counter() - started,
         )
-        return [(g.prompt, [draft.completion() for draft in g.drafts]) for g in groups if g.finished]
+        return ended
 
     def _advanced(self, groups: Sequence[Group], partial: Partial, started: float) -> list[Group]:
         """The groups after as much generation as the limits allow."""
@@ -279,7 +285,7 @@ class VLLMServerEngine(GuardedEngine):
         said = struct.pack(f"{len(loaded.said)}d", *loaded.said)
         digest = sha1(loaded.digest.encode() + said, usedforsecurity=False).hexdigest()
         self._version = f"{policy_version}-{digest[:16]}"
-        self._fleet.stamp(self._version)
+        self._fleet.seal(self._version)
         return digest
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lqrl.engines.vllm import reload
+from lqrl.engines.vllm.connectors import check_connectors
 from lqrl.engines.vllm.patches import install_patches
 from lqrl.engines.vllm.served import described
 from lqrl.engines.vllm.transfer import read_weights, this_machine
@@ -39,6 +40,8 @@ class ServedWorker:
             "platform": platform,
             "capability": torch.cuda.get_device_capability() if platform == "cuda" else None,
             "max_model_len": config.model_config.max_model_len,
+            "connected": config.kv_transfer_config is not None,
+            "keeps": _keeps(config.kv_transfer_config),
             "served": described(config.model_config.hf_config)
             | {
                 "dtype": str(config.model_config.dtype),
@@ -80,6 +83,15 @@ class ServedWorker:
     def lqrl_version(self) -> dict[str, str]:
         """What `lqrl_stamp` was told last."""
         return {"version": self.lqrl_stamped}
+
+
+def _keeps(transfer: Any) -> str:
+    """Why caches of its connector would outlive a refresh; nothing when they would not."""
+    try:
+        check_connectors(transfer)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _worker(mixed: ServedWorker) -> Any:
