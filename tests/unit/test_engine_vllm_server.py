@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,64 +236,6 @@ def test_a_vllm_without_the_version_route_keeps_it_in_its_worker(start: Start) -
     server.stamped = ""
     with pytest.warns(UserWarning, match="version ''"), pytest.raises(ReplicasLostError):
         drawn(engine)
-
-
-@pytest.mark.parametrize("how", ["started anew", "loaded by another"])
-def test_a_replica_whose_weights_change_before_it_gets_its_version_is_lost(start: Start, how: str) -> None:
-    changing, slow = start(), start()
-    engine, loaded = engine_on(changing, slow), threading.Event()
-
-    def other() -> VLLMPeer:
-        if how == "loaded by another":
-            engine_on(changing).update_weights(weights(1).items(), policy_version=9)
-            return changing
-        changing.close()
-        return start(port=changing.port)
-
-    def hold(route: str) -> None:
-        if route == "/pause" and not loaded.is_set():
-            loaded.set()
-            while not changing.asked["/v1/completions"]:  # its probe: it has loaded
-                time.sleep(0.01)
-            time.sleep(0.1)
-            other()
-
-    slow.before = hold
-    with pytest.warns(UserWarning, match=rf"{changing.url}: its weights have become version .*again with the other 1"):
-        engine.update_weights(weights().items(), policy_version=4)
-    assert engine.serving == [slow.url]
-    assert drawn(engine) == wanted()
-
-
-def test_a_refresh_that_no_worker_answers_fails(start: Start) -> None:
-    peer = start()
-    engine = refreshed(peer)
-    peer.before = lambda route: (200, {"results": []}) if route == "/collective_rpc" and peer.paused else None
-    with pytest.raises(RefreshError, match="0 of its 1 workers loaded the weights"):
-        engine.update_weights(weights(1).items(), policy_version=5)
-
-
-def test_caches_of_a_connector_are_dropped_or_the_server_is_refused(start: Start) -> None:
-    drops, plain = start(connected=True, keeps=""), start()
-    refreshed(drops, plain)
-    assert "/reset_prefix_cache?reset_external=true" in drops.paths
-    assert not any("reset" in path for path in plain.paths)
-    with pytest.raises(EngineUnavailableError, match="ExampleConnector cannot drop what it keeps"):
-        engine_on(start(connected=True, keeps="ExampleConnector cannot drop what it keeps"))
-
-
-def test_a_full_disk_fails_the_refresh(start: Start, tmp_path: Path) -> None:
-    engine = refreshed(start(), transfer_directory=str(tmp_path))
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-    try:
-        with pytest.raises(RefreshError, match=r"cannot be written to files .*set transfer_directory"):
-            engine.update_weights(weights(1).items(), policy_version=5)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    assert not list(tmp_path.iterdir())
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
