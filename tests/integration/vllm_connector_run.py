@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "kept")},
     }
-    engine, said = build(engine_args={"kv_transfer_config": transfer}), []
+    engine, said = build(engine_args={"kv_transfer_config": transfer, "block_size": 32}), []  # two are full
     for version, seed in enumerate((1, 0)):
         weights = weights_of("qwen3", QuantScheme.preset("none"), torch.float32, seed)
         engine.update_weights(weights, policy_version=version)

@@ -118,7 +118,7 @@ class Peer:
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        if key := os.environ.get("VLLM_API_KEY"):
+        if key := os.environ.get("VLLM_API_KEY", "").strip():  # of the end of its line
             headers["Authorization"] = f"Bearer {key}"
         connection = self._connect()
         try:
