@@ -7,12 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import test_engine_vllm_server
 from test_engine_vllm_server import drawn, engine_on, refreshed, wanted, weights
-from vllm_peers import VLLMPeer
+from vllm_peers import PATIENCE, VLLMPeer
 
 from lqrl.engines.base import EngineUnavailableError, RefreshError
 
@@ -76,3 +77,17 @@ def test_a_full_disk_fails_the_refresh(start: Start, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_servers_with_room_for_all_requests_share_them(start: Start) -> None:
+    peers = start(), start()
+    engine, asked = refreshed(*peers, max_num_seqs=64), (threading.Event(), threading.Event())
+
+    def meet(place: int, route: str) -> None:
+        if route == "/v1/completions":
+            asked[place].set()
+            assert asked[1 - place].wait(PATIENCE)
+
+    for place, peer in enumerate(peers):
+        peer.before = partial(meet, place)
+    assert drawn(engine) == wanted()

@@ -151,7 +151,9 @@ def share(
             except BaseException as error:
                 work.stop(error)
 
-    threads = [i for i, server in enumerate(servers) for _ in range(min(server.width, len(requests)))]
+    # Each takes a request as it starts: by turns, or the first server's would take them all.
+    widths = [min(server.width, len(requests)) for server in servers]
+    threads = [i for turn in range(max(widths)) for i, width in enumerate(widths) if turn < width]
     with ThreadPoolExecutor(len(threads), "lqrl-replica") as pool:
         try:
             for future in [pool.submit(serve, server) for server in threads]:
