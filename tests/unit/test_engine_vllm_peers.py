@@ -190,6 +190,26 @@ def test_another_error_ends_everything() -> None:
     assert all(mortal.interrupts for mortal in mortals)
 
 
+def test_a_limit_is_looked_at_while_the_threads_start() -> None:
+    """They are as many as a server has by default, and cannot all be there when it is reached at once."""
+    cut, begun = threading.Event(), []
+
+    class Cuttable(Mortal):
+        def cut(self) -> None:
+            cut.set()
+
+    def ask(server: int, request: int, over: threading.Event) -> int:
+        begun.append(request)
+        assert cut.wait(PATIENCE)
+        return request
+
+    width = VLLMServerEngineFactory().max_num_seqs
+    shares = share(range(width), [Cuttable(width, 0)], ask, due=lambda answers: True)
+    assert shares.cut
+    assert sorted(shares.answers) == sorted(begun)
+    assert len(begun) < width
+
+
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
     """A process in the background ignores SIGINT, and so does what it starts."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from typing import Any, Protocol
@@ -151,17 +152,20 @@ def share(
             except BaseException as error:
                 work.stop(error)
 
+    def look() -> None:
+        if due is not None and not work.over.is_set() and (work.shares.cut or due(work.answered())):
+            work.cut()
+            _cut_all(servers, work)
+
     # Each takes a request as it starts: by turns, or the first server's would take them all.
     widths = [min(server.width, len(requests)) for server in servers]
     threads = [i for turn in range(max(widths)) for i, width in enumerate(widths) if turn < width]
     with ThreadPoolExecutor(len(threads), "lqrl-replica") as pool:
         try:
-            for future in [pool.submit(serve, server) for server in threads]:
+            for future in _started(pool, serve, threads, work, look):
                 while not work.over.is_set() and not future.done():
                     work.over.wait(_LOOK_S)
-                    if due is not None and not work.over.is_set() and (work.shares.cut or due(work.answered())):
-                        work.cut()
-                        _cut_all(servers, work)
+                    look()
         finally:
             # also on an interrupt, or the threads would be waited for until their servers answer
             work.stop()
@@ -170,6 +174,29 @@ def share(
     if work.failure is not None:
         raise work.failure
     return work.shares
+
+
+def _started(
+    pool: ThreadPoolExecutor,
+    serve: Callable[[int], None],
+    threads: Sequence[int],
+    work: _Work,
+    look: Callable[[], None],
+) -> list[Future[None]]:
+    """A thread for each of ``threads``, as long as there is something to ask.
+
+    Hundreds take seconds to start beside those that are at work already, so that there is a look in between.
+    """
+    futures: list[Future[None]] = []
+    looks = 0.0
+    for server in threads:
+        if work.over.is_set() or work.shares.cut:
+            break
+        futures.append(pool.submit(serve, server))
+        if time.monotonic() >= looks:
+            look()
+            looks = time.monotonic() + _LOOK_S
+    return futures
 
 
 def _cut_all(servers: Sequence[Server], work: _Work) -> None:
