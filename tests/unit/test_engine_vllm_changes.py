@@ -48,6 +48,51 @@ def test_a_replica_whose_weights_change_before_it_gets_its_version_is_lost(start
     assert drawn(engine) == wanted()
 
 
+def test_a_server_with_other_settings_is_lost_at_the_next_refresh(start: Start) -> None:
+    changed, good = start(), start()
+    engine = refreshed(changed, good)
+    plain, changed.facts = changed.facts, start(served={"dtype": "torch.bfloat16"}).facts
+    held = changed.held
+    with pytest.warns(UserWarning, match=rf"{changed.url} is lost \(.*torch.bfloat16.*1 of 2 replicas are left"):
+        engine.update_weights(weights(1).items(), policy_version=5)
+    assert engine.serving == [good.url]
+    assert changed.held == held
+    changed.facts = plain
+    engine.update_weights(weights(1).items(), policy_version=6)
+    assert engine.serving == [changed.url, good.url]
+    assert drawn(engine) == wanted()
+
+
+def test_a_server_that_has_died_since_the_last_refresh_is_not_said_to_be_another(start: Start) -> None:
+    dying, good = start(), start()
+    engine = refreshed(dying, good)
+    dying.before = lambda route: dying.die() if route == "/collective_rpc" else None
+    with pytest.warns(UserWarning, match=rf"{dying.url} is lost \(/health failed in 1 attempts"):
+        engine.update_weights(weights(1).items(), policy_version=5)
+    assert drawn(engine) == wanted()
+
+
+def test_a_return_is_logged_as_a_loss_is(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server, other = start(), start()
+    engine = refreshed(server, other)
+    assert not caplog.messages
+    server.version = "default"
+    with pytest.warns(UserWarning, match="is lost"):
+        drawn(engine)
+    engine.update_weights(weights(1).items(), policy_version=5)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "WARNING",
+        f"replica {server.url} is back; 2 of 2 replicas serve",
+    )
+
+
+def test_a_passing_fault_at_the_start_is_waited_for(start: Start) -> None:
+    server, faults = start(), iter([(503, {"error": "busy"})] * 2)
+    server.before = lambda route: next(faults, None) if route == "/health" else None
+    assert engine_on(server).serving == [server.url]
+
+
 def test_a_refresh_that_no_worker_answers_fails(start: Start) -> None:
     peer = start()
     engine = refreshed(peer)

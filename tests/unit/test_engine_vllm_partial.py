@@ -101,7 +101,7 @@ def test_a_bad_sample_leaves_what_was_begun_as_it_was(start: Start) -> None:
     engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
     engine.generate_some(prompts(0), PARAMS, seed=0)
     begun, stats = engine.unfinished(), engine.stats
-    renew(engine, 6)
+    renew(engine, 5)
     peer.says_nan = True
     with pytest.raises(RuntimeError, match="NaN among them"):
         engine.generate_some(prompts(10), PARAMS, seed=1)
@@ -182,6 +182,25 @@ def test_what_was_begun_long_ago_is_waited_for(start: Start) -> None:
     assert seen == [{43}, {53}, {40, 41, 42, 63}]
 
 
+def test_what_is_too_old_to_be_continued_is_begun_anew(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """More refreshes have come than may lie between its tokens; it is not cut again."""
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
+    engine.generate_some(prompts(0), PARAMS, seed=3)
+    late = {(g["prompt"]["id"], draft["index"]): draft for g in engine.unfinished() for draft in g["drafts"]}
+    assert any(draft["token_ids"] for draft in late.values())
+    renew(engine, 5)
+    renew(engine, 6)
+    peer.says = lambda body: body["max_tokens"]
+    returned = engine.generate_some(prompts(10), PARAMS, seed=4)
+    assert "groups of partial rollouts are begun anew: more than max_lag = 1 versions" in caplog.text
+    again = [c for prompt, group in returned for c in group if prompt.id < 10]
+    assert {(c.prompt_id, c.sample_index) for c in again} == late.keys()
+    for c in again:
+        assert (c.policy_version, c.token_versions) == (6, None)
+        assert c.token_ids.tolist() == sampled(late[c.prompt_id, c.sample_index]["seed"], 12)
+
+
 def test_a_validation_asks_for_its_own_prompts_alone(start: Start) -> None:
     peer = holding(start())
     engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
@@ -208,6 +227,14 @@ def test_a_replica_that_dies_while_samples_are_cut_costs_nothing(start: Start) -
     _finish(engine, returned)
     assert sorted(named([c for _, group in returned for c in group])) == [(i, k) for i in range(4) for k in range(2)]
     assert all(len(c.token_ids) == 12 for _, group in returned for c in group)
+
+
+def test_a_server_that_cannot_cut_is_named(start: Start) -> None:
+    peer = holding(start())
+    engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
+    peer.before = lambda route: (404, {"detail": "Not Found"}) if route == "/pause" else None
+    with pytest.raises(RuntimeError, match=rf"{peer.url} .*/pause.* was refused .*VLLM_SERVER_DEV_MODE=1, or leave"):
+        engine.generate_some(prompts(0), PARAMS, seed=0)
 
 
 def test_a_call_that_fails_leaves_what_was_begun_as_it_was(start: Start) -> None:
@@ -298,6 +325,7 @@ def test_a_checkpoint_carries_what_was_begun(start: Start) -> None:
     [
         ({}, "needs limit_s or limit_fraction"),
         ({"limit_s": 0}, "limit_s must be above 0"),
+        ({"limit_s": float("nan")}, "limit_s must be above 0"),
         ({"limit_fraction": 1.0}, r"limit_fraction must be in \(0, 1\)"),
         ({"limit_s": 1, "max_lag": 0}, "max_lag must be at least 1"),
     ],

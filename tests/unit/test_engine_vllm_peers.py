@@ -1,4 +1,4 @@
-"""The parts of `VLLMServerEngine` that need no vLLM: retries, sharing, requests, files, flags, options."""
+"""The parts of `VLLMServerEngine` that need no vLLM: retries, sharing, files, flags, options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lqrl.engines.vllm.dispatch import share
 from lqrl.engines.vllm.launch import command_line
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 from lqrl.engines.vllm.transfer import read_weights, write_weights
-from lqrl.engines.vllm.wire import generated, request_body
 
 FAST = Patience(timeout_s=PATIENCE, attempts=3, backoff_s=0.01)
 
@@ -103,10 +102,22 @@ def test_an_interrupt_cuts_a_request_and_its_retries(server: VLLMPeer) -> None:
     released.set()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://host:8000/?a=b",
+        "http://host:8000#a", "http://me:secret@host:8000", "http://a host:8000",
+    ],
+)  # fmt: skip
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="http://host:port"):
-        Peer(url, FAST)
+    with pytest.raises(ValueError, match="is no URL of a server; write it as http://host:port"):
+        VLLMServerEngineFactory(urls=[url])
+
+
+def test_a_url_names_the_server_and_not_its_api() -> None:
+    with pytest.raises(ValueError, match=r"'http://host:8000/v1/': leave /v1 out"):
+        VLLMServerEngineFactory(urls=["http://host:8000/v1/"])
+    VLLMServerEngineFactory(urls=["http://host:8000/behind/a/proxy/"])
 
 
 # ---------------------------------------------------------------- sharing
@@ -235,47 +246,7 @@ def test_an_interrupt_does_not_wait_for_answers() -> None:
     assert all(mortal.interrupts for mortal in mortals)
 
 
-# ---------------------------------------------------------------- bodies, answers, files, flags
-
-
-def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
-    body = request_body((5, 6), {"temperature": 0.7, "seed": 3})
-    assert body["prompt"] == [5, 6]
-    assert (body["temperature"], body["seed"]) == (0.7, 3)
-    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is True
-
-
-def answer(**changes: Any) -> dict[str, Any]:
-    choice = {
-        "prompt_token_ids": [5, 6],
-        "token_ids": [9, 2],
-        "logprobs": {"token_logprobs": [-0.5, -1.25]},
-        "finish_reason": "stop",
-    }
-    return {"choices": [choice | changes]}
-
-
-def test_an_answer_is_read() -> None:
-    said = generated(answer(), (5, 6))
-    assert (said.token_ids, said.logprobs, said.log_mass, said.finish_reason) == ([9, 2], [-0.5, -1.25], None, "stop")
-    clamped = generated(answer(logprobs={"token_logprobs": [-9999.0, None]}), (5, 6)).logprobs
-    assert all(math.isnan(value) for value in clamped)
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (answer(prompt_token_ids=[5, 7]), r"asked to complete \[5, 6\]"),
-        (answer(token_ids=None), "no tokens and log-probs"),
-        (answer(logprobs=None), "no tokens and log-probs"),
-        ({"choices": []}, "without a choice that holds token ids"),
-        (None, "without a choice that holds token ids"),
-    ],
-)
-def test_an_answer_of_another_form_is_an_error(reply: Any, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        generated(reply, (5, 6))
+# ---------------------------------------------------------------- files, flags
 
 
 def test_weights_keep_names_order_and_bits_through_files(tmp_path: Path) -> None:
@@ -328,6 +299,13 @@ def test_arguments_become_flags() -> None:
         ({"urls": ["http://a:1"], "replicas": 2}, "replicas has no effect on servers that run already"),
         ({"urls": ["http://a:1"], "engine_args": {"block_size": 32}}, "engine_args has no effect"),
         ({"urls": ["http://a:1", "http://a:1"]}, "names a server twice"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({"timeout_s": math.inf}, r"timeout_s must be above 0 and at most 2,000,000, got inf"),
+        ({"timeout_s": math.nan}, "timeout_s must be above 0 and at most 2,000,000, got nan"),
+        ({"timeout_s": -1.0}, "timeout_s must be above 0"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s must be above 0"),
+        ({"backoff_s": math.nan}, "backoff_s must be at least 0"),
+        ({"engine_args": {"worker_extension_cls": "a.B"}}, "engine_args.worker_extension_cls is not free"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

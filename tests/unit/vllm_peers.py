@@ -53,6 +53,8 @@ class VLLMPeer:
         keeps_prefixes, says_nan: faults of a refresh.
         says: called with the body of every completion; how many of its tokens there are before it waits to be cut off.
             It need not return at once.
+        key: what it wants to be told on the routes of OpenAI's API; nothing when it is empty.
+        answers: what is said on a route, or by a method of its worker, instead of its own answer.
         bodies: of the completions that were asked.
     """
 
@@ -66,6 +68,8 @@ class VLLMPeer:
         self.load_result: dict[str, Any] = {}
         self.keeps_prefixes = self.says_nan = self.paused = False
         self.says: Callable[[Any], int] = lambda body: body["max_tokens"]
+        self.key = ""
+        self.answers: dict[str, Any] = {}
         self.bodies: list[Any] = []
         self._cuts = 0
         self._lock, self._dead = threading.Lock(), False
@@ -131,6 +135,8 @@ class VLLMPeer:
                     peer.asked[route] += 1
                     peer.paths += [self.path] if "?" in self.path else []
                 status, answer = peer.before(route) or peer._answer(route, body)
+                if peer.key and route.startswith("/v1") and self.headers["Authorization"] != f"Bearer {peer.key}":
+                    status, answer = 401, {"error": "Unauthorized"}
                 if status < 0 or peer._dead:
                     self.close_connection = True
                     return
@@ -146,8 +152,12 @@ class VLLMPeer:
         return Handler
 
     def _answer(self, route: str, body: Any) -> Answer:
+        if route in self.answers:
+            return 200, self.answers[route]
         if route == "/health":
             return 200, b""
+        if route == "/v1/models":
+            return 200, {"data": []}
         if route == "/weight_info" and self.version is not None:
             return 200, {"weight_version": self.version}
         if route == "/update_weight_version" and self.version is not None:
@@ -169,6 +179,8 @@ class VLLMPeer:
         return 404, {"detail": "Not Found"}
 
     def _worker(self, method: str, *args: str) -> Any:
+        if method in self.answers:
+            return self.answers[method]
         if method == "lqrl_facts":
             return self.facts
         if method == "lqrl_version":

@@ -19,13 +19,15 @@ from torch import Tensor
 from lqrl.engines.base import EngineUnavailableError, RefreshError
 from lqrl.engines.vllm.dispatch import share
 from lqrl.engines.vllm.parts import ReadersEnded
-from lqrl.engines.vllm.peer import PeerLost, PeerRefusal
+from lqrl.engines.vllm.peer import AnswerError, PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
 from lqrl.engines.vllm.transfer import Route, under_way
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_NEW = "it was not asked yet"
 
 
 class ReplicasLostError(EngineUnavailableError):
@@ -57,7 +59,7 @@ class Fleet:
             check: gets what a replica says of itself, and raises for one that serves something else.
         """
         self.replicas, self._check = list(replicas), check
-        self.lost = dict.fromkeys(replicas, "it was not asked yet")
+        self.lost = dict.fromkeys(replicas, _NEW)
 
     @property
     def serving(self) -> list[Replica]:
@@ -80,15 +82,18 @@ class Fleet:
     # ---------------------------------------------------------------- start and return
 
     def revive(self) -> None:
-        """Take back lost replicas that answer; those of this machine that do not are started anew.
+        """Look at all replicas before a refresh.
 
-        One that comes back has no weights. One that does not stays lost, with a new reason.
+        One that does not answer, or serves something else by now, is lost. Lost ones that answer are taken back; those
+        of this machine that do not are started anew. One that comes back has no weights. One that does not stays lost,
+        with a new reason.
         """
-        waiting = [replica for replica in self.replicas if replica in self.lost and not self._answers(replica)]
-        for replica in waiting:
-            replica.start()
+        for replica in self.serving:
+            if fault := self._fault(replica):
+                self._lose(replica, fault, 0)
+        starting = [replica for replica in self.lost.copy() if not self._answers(replica) and replica.start()]
         deadline = time.monotonic() + self._start_timeout_s
-        for replica in waiting:
+        for replica in starting:
             try:
                 replica.wait(deadline)
             except RuntimeError as error:
@@ -98,17 +103,28 @@ class Fleet:
         for replica, reason in self.lost.items():
             log.warning("replica %s is lost: %s", replica.url, reason)
 
+    def _fault(self, replica: Replica) -> str:
+        """Why it cannot be used as it is; nothing when it can."""
+        attempts = None if self.lost.get(replica, _NEW) == _NEW else 1  # what was gone need not be waited for again
+        try:
+            self._check(replica.facts(attempts))
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
     def _answers(self, replica: Replica) -> bool:
         """Whether a lost replica can be used as it is; it is lost no longer then."""
         if not replica.usable():
             return False
-        try:
-            self._check(replica.facts())
-        except (ValueError, RuntimeError) as error:
-            self.lost[replica] = str(error)
+        if fault := self._fault(replica):
+            self.lost[replica] = fault
             return False
-        log.info("replica %s answers", replica.url)
-        del self.lost[replica]
+        if self.lost.pop(replica) == _NEW:
+            log.info("replica %s answers", replica.url)
+        else:
+            log.warning(
+                "replica %s is back; %d of %d replicas serve", replica.url, len(self.serving), len(self.replicas)
+            )
         return True
 
     def close(self) -> None:
@@ -120,8 +136,12 @@ class Fleet:
     # ---------------------------------------------------------------- generation
 
     def answers(
-        self, bodies: Sequence[Mapping[str, Any]], version: str, due: Callable[[Mapping[int, Any]], bool] | None = None
-    ) -> dict[int, Any]:
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        read: Callable[[Any, Mapping[str, Any]], T],
+        version: str,
+        due: Callable[[Mapping[int, T]], bool] | None = None,
+    ) -> dict[int, T]:
         """What the replicas say to each of ``bodies``, by its place, by weights of ``version`` and no other.
 
         A replica of another version is lost, and so is one that has another version when it has answered, or none
@@ -129,15 +149,16 @@ class Fleet:
 
         Args:
             bodies: of the requests.
+            read: what an answer to a body says; raises `lqrl.engines.vllm.peer.AnswerError` for one of another form.
             version: see `seal`.
             due: whether the answers so far are enough. What is under way is cut off then, and answered with what there
                 is; what was not begun has no answer.
 
         Raises:
             ReplicasLostError: when none is left.
-            RuntimeError: when one does not take a request.
+            RuntimeError: when one does not take a request, or answers something else; it names the replica.
         """
-        found: dict[int, Any] = {}
+        found: dict[int, T] = {}
         self._drop_other_versions(version, {})
         while missing := [i for i in range(len(bodies)) if i not in found]:
             serving = self.serving
@@ -146,10 +167,10 @@ class Fleet:
                     f"{len(found)} of {len(bodies)} requests were answered and no replica is left: {self.why()}"
                 )
 
-            def ask(server: int, request: int, over: Event, serving: list[Replica] = serving) -> Any:
+            def ask(server: int, request: int, over: Event, serving: list[Replica] = serving) -> T:
                 try:
-                    return serving[server].complete(bodies[request], over)
-                except PeerRefusal as error:
+                    return read(serving[server].complete(bodies[request], over), bodies[request])
+                except (PeerRefusal, AnswerError) as error:
                     raise RuntimeError(f"{serving[server].url}: {error}") from error
 
             shares = share(missing, serving, ask, due if due is None else partial(_with, due, dict(found)))
@@ -169,7 +190,7 @@ class Fleet:
             try:
                 replica.go_on()
                 found = replica.version()
-            except (PeerLost, PeerRefusal) as error:
+            except (PeerLost, PeerRefusal, AnswerError) as error:
                 self._lose(replica, str(error), redone)
                 continue
             if found != version:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,9 @@ from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 
 HOST = "127.0.0.1"
 _EXTENSION = "lqrl.engines.vllm.worker.ServedWorker"
+_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:[\w.]+: error|[\w.]*(?:Error|Exception|Exit))(?::|$)")
+"""A line of a log that says what was raised: of Python, with vLLM's words in front of it or not, or of its flags."""
+_ERROR_LINES = 5
 _LOG_LINES = 15
 _STOP_S = 10.0
 
@@ -41,17 +46,27 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+def first_error(log: str) -> list[str]:
+    """Lines of a log from the first error on, which others follow from; its last ones when there is none."""
+    lines = log.splitlines()
+    for i, line in enumerate(lines):
+        if _ERROR.match(line):
+            return lines[i : i + _ERROR_LINES]
+    return lines[-_LOG_LINES:]
+
+
 class ServerProcess:
     """A vLLM server in a process group of its own, which ends with this process.
 
     Args:
         arguments: of ``vllm.LLM``.
-        log: file for what it prints.
+        log: file for what it prints; a copy of it beside its directory stays when the server does not start.
         cards: its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves those of this process.
     """
 
     def __init__(self, arguments: Mapping[str, Any], log: Path, cards: str | None = None) -> None:
         self._arguments, self._log, self._cards = arguments, log, cards
+        self._log_start = 0  # what is before comes from an earlier start
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
@@ -71,6 +86,7 @@ class ServerProcess:
             environment.pop(name, None)
         flags = command_line({**self._arguments, "host": HOST, "port": self.port, "worker_extension_cls": _EXTENSION})
         with self._log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lqrl.engines.vllm.keeper", *flags],
                 stdin=subprocess.PIPE,
@@ -103,18 +119,21 @@ class ServerProcess:
             deadline: of `time.monotonic`.
 
         Raises:
-            EngineUnavailableError: when it ends before, or is not ready in time; with the end of its log.
+            EngineUnavailableError: when it ends before, or is not ready in time; with the first error of its log, which
+                is kept.
         """
         while not self._answers():
             if self.ended:
-                raise EngineUnavailableError(
-                    f"the vLLM server on port {self.port} ended while it started: {self.last_words()}"
-                )
+                raise self._failure(f"the vLLM server on port {self.port} ended while it started")
             if time.monotonic() > deadline:
-                raise EngineUnavailableError(
-                    f"the vLLM server on port {self.port} is not up in time; raise start_timeout_s: {self.last_words()}"
-                )
+                raise self._failure(f"the vLLM server on port {self.port} is not up in time; raise start_timeout_s")
             time.sleep(0.2)
+
+    def _failure(self, what: str) -> EngineUnavailableError:
+        kept = self._log.parent.with_name(f"{self._log.parent.name}-{self._log.name}")
+        shutil.copyfile(self._log, kept)  # the directory goes with the engine
+        said = kept.read_bytes()[self._log_start :].decode("utf-8", "replace")
+        return EngineUnavailableError("\n".join([f"{what}; its log is {kept}:", *first_error(said)]))
 
     def _answers(self) -> bool:
         try:
@@ -122,11 +141,6 @@ class ServerProcess:
         except (PeerLost, PeerRefusal):
             return False
         return True
-
-    def last_words(self) -> str:
-        """The end of its log."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines() if self._log.exists() else []
-        return "\n".join(["", *lines[-_LOG_LINES:]])
 
     def stop(self) -> None:
         """End it and its workers; does nothing when that has been done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from lqrl.types import Completion, Prompt, SamplingParams
 class Partial:
     """When a call to `RolloutEngine.generate_some` stops waiting for samples; the first limit that is reached counts.
 
-    A call waits for one whole group at least, and for those that were begun ``max_lag`` versions before.
+    A call waits for one whole group at least, and for those that were begun ``max_lag`` versions before. Those that
+    were begun earlier than that, since several refreshes came without a call between, are begun anew, and waited for.
 
     Attributes:
         limit_s: seconds.
@@ -37,7 +38,7 @@ class Partial:
     def __post_init__(self) -> None:
         if self.limit_s is None and self.limit_fraction is None:
             raise ValueError("Partial needs limit_s or limit_fraction; leave partial out to wait for all samples")
-        if self.limit_s is not None and self.limit_s <= 0:
+        if self.limit_s is not None and not self.limit_s > 0:
             raise ValueError(f"Partial.limit_s must be above 0, got {self.limit_s}")
         if self.limit_fraction is not None and not 0 < self.limit_fraction < 1:
             raise ValueError(f"Partial.limit_fraction must be in (0, 1), got {self.limit_fraction}")
@@ -138,9 +139,13 @@ class Group:
         """Whether all of its samples are."""
         return all(draft.finish_reason is not None for draft in self.drafts)
 
-    def overdue(self, version: int, max_lag: int) -> bool:
-        """Whether it must be finished by weights of ``version``."""
-        return any(version - draft.versions[0] >= max_lag for draft in self.drafts if draft.versions)
+    def age(self, version: int) -> int:
+        """Versions between its oldest token and weights of ``version``; 0 without tokens."""
+        return max((version - draft.versions[0] for draft in self.drafts if draft.versions), default=0)
+
+    def anew(self) -> Group:
+        """The same samples without tokens."""
+        return replace(self, drafts=tuple(Draft(draft.sample) for draft in self.drafts))
 
     def plain(self) -> dict[str, Any]:
         """As plain values, for a checkpoint."""
@@ -163,19 +168,15 @@ class Group:
         return Group(prompt, SamplingParams(**values["params"]), tuple(drafts))
 
 
-def enough(groups: Sequence[Group], left: Mapping[int, int], version: int, max_lag: int) -> bool:
+def enough(left: Mapping[int, int], groups: int, due: Collection[int]) -> bool:
     """Whether a call may end: a group is whole, and so are all that must be.
 
     Args:
-        groups: of the call.
         left: samples that are not finished, by the group's place.
-        version: of the weights that serve.
-        max_lag: see `Partial`.
+        groups: of the call.
+        due: places of those that must be whole.
     """
-    whole = [not left.get(i) for i in range(len(groups))]
-    return any(whole) and all(
-        done or not group.overdue(version, max_lag) for done, group in zip(whole, groups, strict=True)
-    )
+    return any(not left.get(i) for i in range(groups)) and not any(left.get(i) for i in due)
 
 
 def begun(prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> list[Group]:

@@ -6,12 +6,15 @@ import http.client
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Lock
+from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
+
+_WITHOUT_KEY = (401, 403)
 
 
 class PeerLost(RuntimeError):
@@ -29,9 +32,60 @@ class PeerRefusal(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def wants_key(self) -> bool:
+        """Whether it is the API key that the server did not take."""
+        return self.status in _WITHOUT_KEY
+
+
+class AnswerError(RuntimeError):
+    """A server answered something of another form than it should; the text has no URL."""
+
 
 class _Passing(Exception):
     """What may be over when the server is asked again."""
+
+
+def fields(answer: Any, route: str, kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
+    """``answer`` as a JSON object that has certain fields.
+
+    Args:
+        answer: what came.
+        route: where it came from, for the error.
+        kinds: types that each field may have; one that may be ``None`` may be absent.
+
+    Raises:
+        AnswerError: for anything else.
+    """
+    fault = "" if type(answer) is dict else "which is no object"
+    for name, types in kinds.items():
+        if not fault and type(answer.get(name)) not in types:  # not isinstance: True is no number in JSON
+            wanted = " or ".join("null" if each is NoneType else each.__name__ for each in types)
+            fault = f"in which {name!r} is no {wanted}"
+    if fault:
+        raise AnswerError(
+            f"{route} answered {str(answer)[:200]}, {fault}; take a tested vLLM, with the learner's lqrl where its "
+            "workers run"
+        )
+    return answer
+
+
+def checked_url(url: str) -> str:
+    """``url`` of a server, without a slash at its end.
+
+    Raises:
+        ValueError: for one that is none, or has something in it that would not be used.
+    """
+    parts = urlsplit(url)
+    try:
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        whole = False
+    if not whole or any(each in "?#@" or each.isspace() for each in url):
+        raise ValueError(f"{url!r} is no URL of a server; write it as http://host:port")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{url!r}: leave /v1 out; lqrl asks routes of the server that are not below it, too")
+    return url.rstrip("/")
 
 
 @dataclass(frozen=True)
@@ -58,16 +112,13 @@ class Peer:
         gone: whether it is known to be no more; asked between attempts.
 
     Raises:
-        ValueError: for another URL.
+        ValueError: see `checked_url`.
     """
 
     def __init__(self, url: str, patience: Patience, gone: Callable[[], bool] = lambda: False) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of a server; write it as http://host:port")
-        self.url, self.patience = url.rstrip("/"), patience
+        self.url, self.patience = checked_url(url), patience
         self._gone = gone
-        self._parts = parts
+        self._parts = urlsplit(self.url)
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = Lock()
 
@@ -123,7 +174,7 @@ class Peer:
         connection = self._connect()
         try:
             payload = None if body is None else json.dumps(body, allow_nan=False)
-            connection.request(method, self._parts.path.rstrip("/") + path, payload, headers)
+            connection.request(method, self._parts.path + path, payload, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -146,7 +197,8 @@ class Peer:
             said = answer.decode("utf-8", "replace")[:500]
             if status >= 500:
                 raise _Passing(f"status {status}: {said}")
-            raise PeerRefusal(f"{path} was refused with status {status}: {said}", status)
+            key = "; set VLLM_API_KEY to the key that it was started with" if status in _WITHOUT_KEY else ""
+            raise PeerRefusal(f"{path} was refused with status {status}: {said}{key}", status)
         try:
             return json.loads(answer) if answer else None
         except ValueError as error:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from types import NoneType
 from typing import Any
 from uuid import uuid4
 
@@ -15,12 +16,21 @@ from lqrl.engines.base import RefreshError
 from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.guard import PROBE_LOGPROBS
 from lqrl.engines.vllm.launch import ServerProcess
-from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
+from lqrl.engines.vllm.peer import AnswerError, Patience, Peer, PeerLost, PeerRefusal, fields
 
 UNSET = "none"
 """How the version of weights begins that are no complete set, or not yet one that all replicas hold."""
 
 _PROBE = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "logprobs": PROBE_LOGPROBS}
+
+_FACTS = {
+    "vllm": (str,),
+    "platform": (str,),
+    "max_model_len": (int,),
+    "served": (dict,),
+    "capability": (list, NoneType),
+}
+_LOADED = {"missed": (list,), "moved": (list,), "digest": (str,)}
 
 
 @dataclass(frozen=True)
@@ -79,11 +89,13 @@ class Replica:
                 return False
         return not self.broken
 
-    def start(self) -> None:
-        """Start it anew, when it is a process of this machine."""
-        if self._process is not None:
-            self._process.start()
-            self.broken = False
+    def start(self) -> bool:
+        """Start it anew, when it is a process of this machine; whether it is one."""
+        if self._process is None:
+            return False
+        self._process.start()
+        self.broken = False
+        return True
 
     def wait(self, deadline: float) -> None:
         """Wait until it answers, when it was started here; see `lqrl.engines.vllm.launch.ServerProcess.wait`."""
@@ -100,12 +112,22 @@ class Replica:
         self.peer.interrupt()
 
     def cut(self) -> None:
-        """End what it generates, each request with the tokens it has; one that does not answer ends nothing."""
+        """End what it generates, each request with the tokens it has; one that does not answer ends nothing.
+
+        Raises:
+            RuntimeError: when it has no such route; it names the server.
+        """
         self.paused = True
-        with suppress(PeerLost):
-            self.peer.post("/pause?mode=abort", attempts=1)
-        with suppress(PeerLost):  # also when the first answer was lost on its way
-            self.go_on()
+        try:
+            with suppress(PeerLost):
+                self.peer.post("/pause?mode=abort", attempts=1)
+            with suppress(PeerLost):  # also when the first answer was lost on its way
+                self.go_on()
+        except PeerRefusal as error:
+            raise RuntimeError(
+                f"{self.url} does not cut rollouts off ({error}); start it with VLLM_SERVER_DEV_MODE=1, or leave "
+                "partial out"
+            ) from error
 
     def go_on(self) -> None:
         """Have it answer requests again, where a `cut` may have left it paused.
@@ -119,31 +141,49 @@ class Replica:
 
     # ---------------------------------------------------------------- what it is
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, attempts: int | None = None) -> Mapping[str, Any]:
         """What it serves; see `lqrl.engines.vllm.worker.ServedWorker.lqrl_facts`.
+
+        Args:
+            attempts: instead of those of `lqrl.engines.vllm.peer.Patience`.
 
         Raises:
             PeerLost: when it does not answer.
-            ValueError: when it has not the methods that a refresh needs.
+            ValueError: when it wants another API key, or has not the methods that a refresh needs.
         """
-        self.peer.get("/health", attempts=1)
         try:
-            facts = self._workers("lqrl_facts", attempts=1)
-        except (PeerRefusal, PeerLost) as error:
+            self.peer.get("/health", attempts=attempts)
+            self.peer.get("/v1/models", attempts=attempts)  # the others do not ask for the API key
+            facts = self._facts_of_workers(attempts)
+            self._has_version_route = self._keeps_version(attempts)
+        except (PeerRefusal, AnswerError) as error:
+            if isinstance(error, PeerRefusal) and error.wants_key:
+                raise ValueError(str(error)) from error
             raise ValueError(
                 f"it is no server that lqrl can refresh ({error}); start it with VLLM_SERVER_DEV_MODE=1 and "
                 "--worker-extension-cls lqrl.engines.vllm.worker.ServedWorker, where lqrl is installed"
             ) from error
-        if not facts:
-            raise ValueError("none of its workers answers")
         self.workers, self._connected = len(facts), bool(facts[0].get("connected"))
+        return facts[0]
+
+    def _facts_of_workers(self, attempts: int | None) -> list[Mapping[str, Any]]:
         try:
-            self.peer.get("/weight_info")
+            said = self._workers("lqrl_facts", attempts=attempts)
+        except PeerLost as error:  # of a method that its workers have not, a server says status 500
+            self.peer.get("/health", attempts=1)
+            raise AnswerError(str(error)) from error
+        if not said:
+            raise AnswerError("none of its workers answers")
+        return [fields(each, "lqrl_facts", _FACTS) for each in said]
+
+    def _keeps_version(self, attempts: int | None) -> bool:
+        try:
+            self.peer.get("/weight_info", attempts=attempts)
         except PeerRefusal as error:
             if error.status != 404:
                 raise
-            self._has_version_route = False  # a vLLM from before that route
-        return facts[0]
+            return False  # a vLLM from before that route
+        return True
 
     def version(self) -> str:
         """What `seal` said last; a server that started since then says something else.
@@ -152,8 +192,9 @@ class Replica:
             PeerLost: when it does not answer.
         """
         if self._has_version_route:
-            return str(self.peer.get("/weight_info")["weight_version"])
-        stamped = {each["version"] for each in self._workers("lqrl_version")}
+            return fields(self.peer.get("/weight_info"), "/weight_info", {"weight_version": (str,)})["weight_version"]
+        said = self._workers("lqrl_version")
+        stamped = {fields(each, "lqrl_version", {"version": (str,)})["version"] for each in said}
         return stamped.pop() if len(stamped) == 1 else UNSET
 
     def seal(self, version: str) -> None:
@@ -180,7 +221,8 @@ class Replica:
 
     def _workers(self, method: str, *args: str, attempts: int | None = None) -> list[Any]:
         """What every worker's ``method`` returns."""
-        return self.peer.post("/collective_rpc", {"method": method, "args": args}, attempts=attempts)["results"]
+        answer = self.peer.post("/collective_rpc", {"method": method, "args": args}, attempts=attempts)
+        return fields(answer, "/collective_rpc", {"results": (list,)})["results"]
 
     # ---------------------------------------------------------------- refresh
 
@@ -198,31 +240,40 @@ class Replica:
         self._mark = f"{UNSET}-{uuid4().hex[:16]}"
         self.stamp(self._mark)
         self.peer.post("/pause?mode=abort")
-        answers = self._workers("lqrl_load", str(directory), attempts=1)
-        if len(answers) != self.workers:
-            raise RefreshError(f"{len(answers)} of its {self.workers} workers loaded the weights")
-        self.broken = any(each.get("broken") for each in answers)
-        if errors := dict.fromkeys(each["error"] for each in answers if "error" in each):
-            raise RefreshError(f"it failed while it loaded the weights: {'; '.join(errors)}")
-        for each in answers:
-            if each["moved"]:
-                raise RefreshError(f"storage moved during the refresh: {', '.join(each['moved'][:5])}")
+        answers = self._loaded(directory)
         # Releases differ in what they say of a connector that is not there.
         caches = "/reset_prefix_cache?reset_external=true" if self._connected else "/reset_prefix_cache"
-        if not self.peer.post(caches)["success"]:
+        if not fields(self.peer.post(caches), "/reset_prefix_cache", {"success": (bool,)})["success"]:
             raise RefreshError("it kept prefixes of the old weights: a request was still running")
         self.peer.post("/resume")
         self.paused = False
+        body = wire.request_body(probe, _PROBE)
         try:
-            said = wire.top_logprobs(self.complete(wire.request_body(probe, _PROBE)), probe)
+            said = wire.top_logprobs(self.complete(body), body)
         except PeerRefusal as error:  # NaN has no JSON, says the server
+            if error.wants_key:
+                raise
             raise RefreshError(
                 f"it gives NaN or inf log-probs with the weights, or cannot compute with them: {error}"
             ) from error
         if not all(math.isfinite(value) for value in said):
             raise RefreshError("it gives NaN or inf log-probs with the weights; fix the policy and refresh again")
-        missed = {name for each in answers for name in each["missed"]}
+        missed = {str(name) for each in answers for name in each["missed"]}
         return Loaded(tuple(sorted(missed)), " ".join(each["digest"] for each in answers), tuple(said))
+
+    def _loaded(self, directory: Path) -> list[Mapping[str, Any]]:
+        """What its workers say of a load that succeeded."""
+        answers = self._workers("lqrl_load", str(directory), attempts=1)
+        if len(answers) != self.workers:
+            raise RefreshError(f"{len(answers)} of its {self.workers} workers loaded the weights")
+        failed = [fields(each, "lqrl_load", {"error": (str, NoneType), "broken": (bool, NoneType)}) for each in answers]
+        self.broken = any(each.get("broken") for each in failed)
+        if errors := dict.fromkeys(each["error"] for each in failed if each.get("error") is not None):
+            raise RefreshError(f"it failed while it loaded the weights: {'; '.join(errors)}")
+        for each in answers:
+            if moved := fields(each, "lqrl_load", _LOADED)["moved"]:
+                raise RefreshError(f"storage moved during the refresh: {', '.join(map(str, moved[:5]))}")
+        return answers
 
     # ---------------------------------------------------------------- completions
 

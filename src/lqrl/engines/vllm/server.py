@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha1
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lqrl.engines.vllm.server_factory import VLLMServerEngineFactory
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class VLLMServerEngine(GuardedEngine):
@@ -166,11 +168,13 @@ class VLLMServerEngine(GuardedEngine):
         limits = {"vocabulary": self.served.vocabulary, "max_model_len": self.spec.max_model_len}
         check_prompts(prompts, params, **limits, eos=self.spec.eos_token_ids)
         started = time.perf_counter()
-        before = [*self._begun, *begun(prompts, params, seed)]
+        ages = [group.age(self.policy_version) for group in self._begun]
+        due = [i for i, age in enumerate(ages) if age >= partial.max_lag]
+        before = [*self._carried(ages, partial.max_lag), *begun(prompts, params, seed)]
         groups = before
         while groups:
-            serving, last, groups = self.serving, groups, self._advanced(groups, partial, started)
-            if enough(groups, _left(groups), self.policy_version, partial.max_lag):
+            serving, last, groups = self.serving, groups, self._advanced(groups, partial, due, started)
+            if enough(_left(groups), len(groups), due):
                 break
             if groups == last and self.serving == serving:
                 raise RuntimeError("vLLM's servers end samples without a token and before their end; see their logs")
@@ -184,15 +188,26 @@ class VLLMServerEngine(GuardedEngine):
         )
         return ended
 
-    def _advanced(self, groups: Sequence[Group], partial: Partial, started: float) -> list[Group]:
-        """The groups after as much generation as the limits allow."""
+    def _carried(self, ages: Sequence[int], max_lag: int) -> list[Group]:
+        """What earlier calls began, anew where it is too old to be continued."""
+        if late := sum(age > max_lag for age in ages):
+            log.warning(
+                "%d groups of partial rollouts are begun anew: more than max_lag = %d versions have passed since their "
+                "first tokens; call generate_some after every refresh, or raise max_lag",
+                late,
+                max_lag,
+            )
+        return [group.anew() if age > max_lag else group for group, age in zip(self._begun, ages, strict=True)]
+
+    def _advanced(self, groups: Sequence[Group], partial: Partial, due: Sequence[int], started: float) -> list[Group]:
+        """The groups after as much generation as the limits allow; those in ``due`` are waited for."""
         places = [(i, j) for i, g in enumerate(groups) for j, d in enumerate(g.drafts) if d.finish_reason is None]
         total = sum(len(group.drafts) for group in groups)
 
-        def due(answers: Mapping[int, Any]) -> bool:
+        def ends(answers: Mapping[int, Any]) -> bool:
             left = Counter(i for place, (i, _) in enumerate(places) if place not in answers)
             reached = partial.reached(time.perf_counter() - started, total - left.total(), total)
-            return reached and enough(groups, left, self.policy_version, partial.max_lag)
+            return reached and enough(left, len(groups), due)
 
         bodies = []
         for i, j in places:
@@ -201,9 +216,8 @@ class VLLMServerEngine(GuardedEngine):
             fields = sampling_fields(params, self.spec.eos_token_ids) | changes
             bodies.append(wire.request_body(draft.tokens, fields))
         drafts = [list(group.drafts) for group in groups]
-        for place, answer in self._answers(bodies, due).items():
+        for place, said in self._answers(bodies, self._generated, ends).items():
             i, j = places[place]
-            said = wire.generated(answer, drafts[i][j].tokens)
             drafts[i][j] = drafts[i][j].continued(said, self.policy_version, groups[i].params.max_tokens)
         return [replace(group, drafts=tuple(each)) for group, each in zip(groups, drafts, strict=True)]
 
@@ -221,11 +235,9 @@ class VLLMServerEngine(GuardedEngine):
         """Log-probs of given tokens; see `VLLMEngine.score`."""
         self._check_ready()
         asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
-        answers = self._all_answers([wire.request_body(tokens, asked) for tokens in sequences])
-        return [
-            torch.tensor([0.0, *wire.prompt_logprobs(answer, tokens)])
-            for answer, tokens in zip(answers, sequences, strict=True)
-        ]
+        bodies = [wire.request_body(tokens, asked) for tokens in sequences]
+        scored = self._answers(bodies, wire.prompt_logprobs)
+        return [torch.tensor([0.0, *scored[i]]) for i in range(len(bodies))]
 
     def _check_truncation(self, params: SamplingParams) -> None:
         if params.truncates:
@@ -237,20 +249,20 @@ class VLLMServerEngine(GuardedEngine):
     def _draw(self, drawn: Sequence[Sample], params: SamplingParams) -> list[Generated]:
         asked = sampling_fields(params, self.spec.eos_token_ids)
         bodies = [wire.request_body(sample.prompt.input_ids, asked | {"seed": sample.seed}) for sample in drawn]
-        return [
-            wire.generated(answer, sample.prompt.input_ids)
-            for answer, sample in zip(self._all_answers(bodies), drawn, strict=True)
-        ]
+        said = self._answers(bodies, self._generated)
+        return [said[i] for i in range(len(bodies))]
 
-    def _all_answers(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        answers = self._answers(bodies)
-        return [answers[i] for i in range(len(bodies))]
+    def _generated(self, answer: Any, body: Mapping[str, Any]) -> Generated:
+        return wire.generated(answer, body, self.served.vocabulary)
 
     def _answers(
-        self, bodies: Sequence[Mapping[str, Any]], due: Callable[[Mapping[int, Any]], bool] | None = None
-    ) -> dict[int, Any]:
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        read: Callable[[Any, Mapping[str, Any]], T],
+        due: Callable[[Mapping[int, T]], bool] | None = None,
+    ) -> dict[int, T]:
         try:
-            return self._fleet.answers(bodies, self._version, due)
+            return self._fleet.answers(bodies, read, self._version, due)
         except ReplicasLostError as error:
             self._refusal, self.policy_version = f"{error}; start servers again and call update_weights", -1
             raise
@@ -312,6 +324,8 @@ def _platform(replica: Replica) -> str:
         raise EngineUnavailableError(
             f"no vLLM server answers at {replica.url} ({error}); start it as docs/vllm.md says, or correct urls"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{replica.url}: {error}") from error
 
 
 def _retire(fleet: Fleet, directory: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from lqrl.engines.base import EngineFactory, EngineSpec
 from lqrl.engines.vllm.factory import VLLMEngineFactory
 from lqrl.engines.vllm.partial import Partial
-from lqrl.engines.vllm.peer import Patience
+from lqrl.engines.vllm.peer import Patience, checked_url
 from lqrl.engines.vllm.server import VLLMServerEngine
 
 _OF_STARTED = ("replicas", "cards", "gpu_memory_utilization", "kv_cache_bytes", "engine_args")
+_MOST_S = 2_000_000  # a socket waits no longer
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class VLLMServerEngineFactory(EngineFactory):
         start_timeout_s: seconds for a server to start.
 
     Raises:
-        ValueError: when a number is outside its range, or an option has no effect with ``urls``.
+        ValueError: when a number is outside its range, an option has no effect with ``urls``, or one of them is no URL.
     """
 
     urls: list[str] = field(default_factory=list)
@@ -67,12 +68,22 @@ class VLLMServerEngineFactory(EngineFactory):
     start_timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("attempts", 1), ("backoff_s", 0)):
+        for name, least in (("replicas", 1), ("attempts", 1)):
             if self.__dict__[name] < least:
                 raise ValueError(f"VLLMServerEngineFactory.{name} must be at least {least}, got {self.__dict__[name]}")
         for name in ("timeout_s", "start_timeout_s"):
-            if self.__dict__[name] <= 0:
-                raise ValueError(f"VLLMServerEngineFactory.{name} must be above 0, got {self.__dict__[name]}")
+            if not 0 < self.__dict__[name] <= _MOST_S:  # NaN is in no range
+                raise ValueError(
+                    f"VLLMServerEngineFactory.{name} must be above 0 and at most {_MOST_S:,}, got {self.__dict__[name]}"
+                )
+        if not 0 <= self.backoff_s <= _MOST_S:
+            raise ValueError(
+                f"VLLMServerEngineFactory.backoff_s must be at least 0 and at most {_MOST_S:,}, got {self.backoff_s}"
+            )
+        if "worker_extension_cls" in self.engine_args:
+            raise ValueError(
+                "engine_args.worker_extension_cls is not free: it comes from the engine, which refreshes by it"
+            )
         if self.transport not in ("files", "cuda_ipc"):
             raise ValueError(f"VLLMServerEngineFactory.transport is files or cuda_ipc, got {self.transport!r}")
         for option in fields(self) if self.urls else ():
@@ -80,7 +91,7 @@ class VLLMServerEngineFactory(EngineFactory):
                 raise ValueError(
                     f"VLLMServerEngineFactory.{option.name} has no effect on servers that run already; remove it"
                 )
-        if len(set(self.urls)) < len(self.urls):
+        if len({checked_url(url) for url in self.urls}) < len(self.urls):
             raise ValueError(f"VLLMServerEngineFactory.urls names a server twice: {self.urls}")
         if self.cards and len(self.cards) != self.replicas:
             raise ValueError(

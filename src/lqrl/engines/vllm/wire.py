@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
+from lqrl.engines.vllm.peer import AnswerError, fields
 from lqrl.engines.vllm.requests import CUT, Generated
 
 ROUTE = "/v1/completions"
@@ -20,6 +22,8 @@ _NEUTRAL = {
     "frequency_penalty": 0.0,
 }
 _CLAMPED = -9999.0  # the server's word for -inf
+_LARGEST = 1e-3  # log-prob; above 0 by rounding
+_LOGPROBS = f"{ROUTE} (log-probs)"
 
 
 def request_body(tokens: Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,60 +42,73 @@ def request_body(tokens: Sequence[int], fields: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def generated(answer: Any, tokens: Sequence[int]) -> Generated:
-    """What was sampled after the prompt ``tokens``.
+def generated(answer: Any, body: Mapping[str, Any], vocabulary: int) -> Generated:
+    """What was sampled.
+
+    Args:
+        answer: of the server.
+        body: what it was asked.
+        vocabulary: tokens that there are.
 
     Raises:
-        RuntimeError: when the answer has another form, or speaks of another prompt.
+        AnswerError: when the answer has another form, speaks of another prompt, or has what cannot have been sampled.
     """
-    choice = _choice(answer, tokens)
-    try:
-        if not choice["token_ids"] and choice["finish_reason"] == CUT:
-            return Generated([], [], None, CUT)
-        logprobs = [_logprob(value) for value in choice["logprobs"]["token_logprobs"]]
-        return Generated([int(token) for token in choice["token_ids"]], logprobs, None, choice["finish_reason"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM's answer has no tokens and log-probs where they belong: {error!r}") from error
+    choice = _choice(
+        answer, body, {"token_ids": (list,), "finish_reason": (str, NoneType), "logprobs": (dict, NoneType)}
+    )
+    tokens = choice["token_ids"]
+    if not tokens and choice["finish_reason"] == CUT:
+        return Generated([], [], None, CUT)
+    if len(tokens) > body["max_tokens"]:
+        raise AnswerError(f"{ROUTE} answered with {len(tokens)} tokens, asked for at most {body['max_tokens']}")
+    if strange := [each for each in tokens if type(each) is not int or not 0 <= each < vocabulary]:
+        raise AnswerError(f"{ROUTE} answered with token ids {strange[:3]}, of a vocabulary of {vocabulary}")
+    said = fields(choice["logprobs"], _LOGPROBS, {"token_logprobs": (list,)})["token_logprobs"]
+    return Generated(tokens, [_logprob(value) for value in said], None, choice["finish_reason"])
 
 
-def prompt_logprobs(answer: Any, tokens: Sequence[int]) -> list[float]:
+def prompt_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
     """Log-probs of the prompt's tokens but for the first.
 
     Raises:
-        RuntimeError: as `generated`.
+        AnswerError: as `generated`.
     """
-    choice = _choice(answer, tokens)
-    try:
-        said = choice["prompt_logprobs"][1:]
-        return [_logprob(each[str(token)]["logprob"]) for each, token in zip(said, tokens[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM's answer has no log-probs of the prompt: {error!r}") from error
+    tokens = body["prompt"]
+    said = _choice(answer, body, {"prompt_logprobs": (list,)})["prompt_logprobs"]
+    if len(said) != len(tokens):
+        raise AnswerError(f"{ROUTE} answered with {len(said)} log-probs of a prompt of {len(tokens)} tokens")
+    found = [
+        fields(each, _LOGPROBS, {str(token): (dict,)})[str(token)]
+        for each, token in zip(said[1:], tokens[1:], strict=True)
+    ]
+    return [_logprob(each.get("logprob")) for each in found]
 
 
-def top_logprobs(answer: Any, tokens: Sequence[int]) -> list[float]:
+def top_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
     """All log-probs that were asked for, the sampled tokens' and the most likely ones'.
 
     Raises:
-        RuntimeError: as `generated`.
+        AnswerError: as `generated`.
     """
-    choice = _choice(answer, tokens)
-    try:
-        return [_logprob(value) for said in choice["logprobs"]["top_logprobs"] for value in said.values()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"vLLM's answer has no log-probs: {error!r}") from error
+    said = fields(_choice(answer, body, {"logprobs": (dict,)})["logprobs"], _LOGPROBS, {"top_logprobs": (list,)})
+    return [_logprob(value) for each in said["top_logprobs"] for value in fields(each, _LOGPROBS, {}).values()]
 
 
-def _choice(answer: Any, tokens: Sequence[int]) -> Any:
-    try:
-        (choice,) = answer["choices"]
-        read = choice["prompt_token_ids"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"vLLM answered without a choice that holds token ids: {str(answer)[:300]}") from error
-    if read != list(tokens):
-        raise RuntimeError(f"vLLM was asked to complete {list(tokens)[:8]}... and completed {str(read)[:100]}...")
+def _choice(answer: Any, body: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
+    choices = fields(answer, ROUTE, {"choices": (list,)})["choices"]
+    if len(choices) != 1:
+        raise AnswerError(f"{ROUTE} answered with {len(choices)} choices, asked for one: {str(answer)[:200]}")
+    choice = fields(choices[0], ROUTE, {"prompt_token_ids": (list,), **kinds})
+    if choice["prompt_token_ids"] != body["prompt"]:
+        read = str(choice["prompt_token_ids"])[:100]
+        raise AnswerError(f"{ROUTE} was asked to complete {body['prompt'][:8]}... and completed {read}...")
     return choice
 
 
-def _logprob(value: float | None) -> float:
+def _logprob(value: Any) -> float:
     """NaN for what no token that was drawn can have."""
-    return math.nan if value is None or value <= _CLAMPED else float(value)
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float) or value > _LARGEST:
+        raise AnswerError(f"{ROUTE} answered with {value!r} as a log-prob")
+    return math.nan if value <= _CLAMPED else float(value)
