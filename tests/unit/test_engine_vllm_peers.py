@@ -1,4 +1,4 @@
-"""The parts of `VLLMServerEngine` that need no vLLM: retries, sharing, files, flags, options."""
+"""The parts of `VLLMServerEngine` that need no vLLM: retries, sharing, files, flags, logs, options."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_peers import PATIENCE, VLLMPeer
 
-from lqrl.engines.base import RefreshError
+from lqrl.engines.base import EngineUnavailableError, RefreshError
 from lqrl.engines.vllm import VLLMServerEngineFactory
 from lqrl.engines.vllm.dispatch import share
-from lqrl.engines.vllm.launch import command_line
+from lqrl.engines.vllm.launch import ServerProcess, command_line, first_error
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 from lqrl.engines.vllm.transfer import read_weights, write_weights
 
@@ -246,7 +246,7 @@ def test_an_interrupt_does_not_wait_for_answers() -> None:
     assert all(mortal.interrupts for mortal in mortals)
 
 
-# ---------------------------------------------------------------- files, flags
+# ---------------------------------------------------------------- files, flags, logs
 
 
 def test_weights_keep_names_order_and_bits_through_files(tmp_path: Path) -> None:
@@ -286,6 +286,46 @@ def test_arguments_become_flags() -> None:
     assert command_line(arguments | {"sizes": [1, 2]}) == [
         "--max-num-seqs", "3", "--enforce-eager", "--no-async-scheduling", "--a", '{"b": 1}', "--sizes", "1", "2",
     ]  # fmt: skip
+
+
+LOG = """\
+INFO 11-29 08:33:27 [api_server.py:1] starting
+(EngineCore pid=7) ERROR 11-29 08:33:30 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-29 08:33:30 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-29 08:33:30 [core.py:1510]     raise ValueError(
+(EngineCore pid=7) ERROR 11-29 08:33:30 [core.py:1510] ValueError: No available memory for the cache blocks.
+(EngineCore pid=7) ERROR 11-29 08:33:33 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_the_first_error_of_a_log_is_found() -> None:
+    assert first_error(LOG)[0].endswith("ValueError: No available memory for the cache blocks.")
+    assert first_error("usage: api_server\napi_server: error: unrecognized arguments: --a")[0].startswith(
+        "api_server: e"
+    )
+    assert first_error("a\ntorch.OutOfMemoryError: CUDA out of memory\nb")[0].startswith("torch.Out")
+    assert first_error("a\nAssertionError\nb") == ["AssertionError", "b"]
+    assert first_error("\n".join(map(str, range(30)))) == [str(i) for i in range(15, 30)]
+    assert first_error("") == []
+
+
+def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine" / "0.log"
+    log.parent.mkdir()
+    log.write_text("ValueError: of an earlier start\n")
+    server = ServerProcess({"model": "/nowhere"}, log)
+    server.start()
+    with pytest.raises(EngineUnavailableError, match="ended while it started; its log is") as caught:
+        server.wait(math.inf)
+    server.stop()
+    kept = tmp_path / "engine-0.log"
+    said, error, *_ = str(caught.value).splitlines()
+    assert said.endswith(f"{kept}:")
+    assert "Error: " in error
+    assert "earlier" not in str(caught.value)
+    assert kept.read_bytes() == log.read_bytes()
 
 
 @pytest.mark.parametrize(
