@@ -24,8 +24,9 @@ from lqrl.quant.triton_use import power_of_two, tiles
 
 Codes = Literal["int8", "fp8_e4m3"]
 
-_WIDEST = 16384  # elements of a row that one program holds; a wider one is computed twice
-_EACH = 32  # elements of a thread in those
+_PART = 256  # elements of a warp in one part of a row: eight neighbors for each thread
+_HELD = 4  # parts of a row in registers: two programs of 16 warps fit into a multiprocessor's
+_MOST_WARPS = 16
 
 
 @triton.jit
@@ -77,32 +78,31 @@ def _silu_mul(gate_ptr, up_ptr, column, width, BF16: tl.constexpr):
 @triton.jit
 def _silu_quantize(
     gate_ptr, gate_stride, up_ptr, up_stride, codes_ptr, scale_ptr, width, largest, floor,
-    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One row; ``REST`` further parts of it are computed twice."""
+    """One row, in parts: ``HELD`` stay in registers between the scale and the codes, ``REST`` are made twice."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     gate_ptr += row * gate_stride
     up_ptr += row * up_stride
     codes_ptr += row * width
-    first = _silu_mul(gate_ptr, up_ptr, column, width, BF16)
-    amax, bad = magnitude(first, 0)
-    for index in range(REST):
-        part_amax, part_bad = magnitude(_silu_mul(gate_ptr, up_ptr, (index + 1) * BLOCK + column, width, BF16), 0)
-        amax = tl.maximum(amax, part_amax)
-        bad = bad | part_bad
+    held = (_silu_mul(gate_ptr, up_ptr, column, width, BF16),)
+    amax, bad = magnitude(held[0], 0)
+    for index in tl.static_range(1, HELD + REST):
+        part = _silu_mul(gate_ptr, up_ptr, index * BLOCK + column, width, BF16)
+        part_amax, part_bad = magnitude(part, 0)
+        amax, bad = tl.maximum(amax, part_amax), bad | part_bad
+        if index < HELD:
+            held += (part,)
     scale, factor = row_scale(amax, bad, largest, floor, FP8)
     tl.store(scale_ptr + row, scale)
-    if bad:
-        code = tl.full((BLOCK,), NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
-        for index in range(REST + 1):
-            part = index * BLOCK + column
-            tl.store(codes_ptr + part, code, mask=part < width)
-    else:
-        tl.store(codes_ptr + column, row_codes(first, scale, factor, FP8), mask=column < width)
-        for index in range(REST):
-            part = (index + 1) * BLOCK + column
-            x = _silu_mul(gate_ptr, up_ptr, part, width, BF16)
-            tl.store(codes_ptr + part, row_codes(x, scale, factor, FP8), mask=part < width)
+    nan = tl.full((BLOCK,), NAN_CODE if FP8 else 0, tl.uint8 if FP8 else tl.int8)
+    for index in tl.static_range(HELD + REST):
+        inside = index * BLOCK + column
+        if bad:
+            tl.store(codes_ptr + inside, nan, mask=inside < width)
+        else:
+            x = held[index] if index < HELD else _silu_mul(gate_ptr, up_ptr, inside, width, BF16)
+            tl.store(codes_ptr + inside, row_codes(x, scale, factor, FP8), mask=inside < width)
 
 
 def _codes(kind: Codes, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, float, float]:
@@ -148,25 +148,27 @@ def add_rms_norm(
     return total, _typed(codes), scale
 
 
-def silu_mul(gate: Tensor, up: Tensor, kind: Codes, widest: int = _WIDEST) -> tuple[Tensor, Tensor]:
+def silu_mul(gate: Tensor, up: Tensor, kind: Codes, held: int = _HELD) -> tuple[Tensor, Tensor]:
     """``silu(gate) * up`` quantized per token.
 
     Args:
         gate, up: ``[M, N]``, fp32 or bf16, elements of a row side by side.
         kind: of the codes.
-        widest: longest row that is computed once, a power of two.
+        held: parts of a row that are computed once; a longer row's others are computed twice.
 
     Returns:
         Codes ``[M, N]`` int8 or e4m3, and scales fp32 ``[M, 1]``.
     """
     rows, width = gate.shape
     codes, scale, largest, floor = _codes(kind, (rows, width), gate.device)
-    block = min(power_of_two(width), widest)
+    warps = min(power_of_two(tiles(width, _PART * held)), _MOST_WARPS)
+    block = min(power_of_two(width), _PART * warps)
+    parts = tiles(width, block)
     if rows and width:
         with torch.cuda.device_of(gate):
             _silu_quantize[(rows,)](
                 gate, gate.stride(0), up, up.stride(0), codes, scale, width, largest, floor,
-                FP8=kind == "fp8_e4m3", BF16=gate.dtype == torch.bfloat16, BLOCK=block, REST=tiles(width, block) - 1,
-                num_warps=max(1, block // (32 * _EACH)), enable_fp_fusion=False,
+                FP8=kind == "fp8_e4m3", BF16=gate.dtype == torch.bfloat16, BLOCK=block, HELD=min(parts, held),
+                REST=max(0, parts - held), num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return _typed(codes), scale
