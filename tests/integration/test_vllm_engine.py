@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm_models import (
     DEVICE,
     EOS,
+    KV_BYTES,
     LOW_BIT_DTYPE,
     build,
     full_logits,
@@ -26,7 +27,7 @@ from vllm_models import (
 )
 
 from lqrl.engines.base import StaleEngineError
-from lqrl.engines.vllm import VLLMEngine
+from lqrl.engines.vllm import VLLMEngine, VLLMEngineFactory
 from lqrl.engines.vllm.patches import PATCHES
 from lqrl.learner.scorer import Scorer
 from lqrl.quant.prepare import prepare_
@@ -130,6 +131,19 @@ def test_a_sample_does_not_depend_on_order_or_company() -> None:
     for prompt, c in rows(groups)[::4]:
         one = SamplingParams(max_tokens=12, first_sample=c.sample_index)
         assert same(c, engine.generate([prompt], one, seed=9)[0][0])
+
+
+def test_more_prompts_than_a_batch_has_tokens_for_are_drawn_whole() -> None:
+    """A prompt that vLLM cuts needs a generator that can go back, which a CPU does not have."""
+    engine = build(max_num_seqs=VLLMEngineFactory().max_num_seqs, kv_cache_bytes=4 * KV_BYTES)
+    engine.update_weights(weights_of("qwen3", NONE, torch.float32), policy_version=1)
+    prompts = [Prompt(id=i, input_ids=tuple(4 + (i + j) % 60 for j in range(37 + i % 3))) for i in range(64)]
+    groups = engine.generate(prompts, SamplingParams(n=8, max_tokens=3, ignore_eos=True), seed=5)  # 19,448 tokens
+    assert [len(group) for group in groups] == [8] * 64
+    for i in (0, 29, 63):
+        alone = SamplingParams(max_tokens=3, ignore_eos=True, first_sample=7)
+        assert same(groups[i][7], engine.generate([prompts[i]], alone, seed=5)[0][0])
+    engine.close()
 
 
 def test_a_stop_token_ends_a_completion_and_belongs_to_it() -> None:

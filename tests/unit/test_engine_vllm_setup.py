@@ -186,7 +186,10 @@ def test_llama_without_ties_has_no_alias() -> None:
 # ---------------------------------------------------------------- arguments
 
 
-KNOWN = frozenset({"block_size", "enforce_eager", "dtype", "async_scheduling", "max_num_batched_tokens"})
+KNOWN = frozenset(
+    {"block_size", "enforce_eager", "dtype", "async_scheduling", "max_num_batched_tokens"}
+    | {"enable_chunked_prefill", "long_prefill_token_threshold"}
+)
 
 
 def arguments(preset: str, device: torch.device = GPU, **options) -> dict:
@@ -228,6 +231,15 @@ def test_on_the_cpu_the_cache_is_small_and_nothing_is_compiled(monkeypatch: pyte
     assert "kv_cache_memory_bytes" not in arguments("none", CPU)
     with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE is set"):
         arguments("none", CPU, kv_cache_bytes=99)
+
+
+@pytest.mark.parametrize("engine_args", [{"enable_chunked_prefill": True}, {"long_prefill_token_threshold": 8}])
+def test_on_the_cpu_no_prompt_is_cut(engine_args: dict) -> None:
+    assert arguments("none", CPU)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in arguments("none", GPU)
+    assert arguments("none", GPU, engine_args=engine_args).items() >= engine_args.items()
+    with pytest.raises(ValueError, match=rf"engine_args.{next(iter(engine_args))}=.*on a CPU it cannot.*; remove it"):
+        arguments("none", CPU, engine_args=engine_args)
 
 
 @pytest.mark.parametrize(

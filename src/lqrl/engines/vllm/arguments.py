@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _CPU_KV_BYTES = 2**30
 _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CUTS_PROMPTS = ("enable_chunked_prefill", "long_prefill_token_threshold")
 
 _OWN_SEED = "the engine: a sample must depend on its own seed alone"
 _FROM_LEARNER = "weights come from the learner"
@@ -156,15 +157,25 @@ def engine_arguments(
 
 
 def _cpu_arguments(options: VLLMEngineFactory) -> dict[str, Any]:
-    """On the CPU vLLM would take nearly all memory for the cache, and compile for minutes."""
+    """On the CPU vLLM would take nearly all memory for the cache, compile for minutes, and cut prompts.
+
+    After each part of a prompt but the last it puts the sample's generator back, which those of a CPU cannot do.
+    """
+    for name in _CUTS_PROMPTS:
+        if options.engine_args.get(name):
+            raise ValueError(
+                f"engine_args.{name}={options.engine_args[name]}: vLLM cuts prompts then, and on a CPU it cannot draw "
+                "a sample with a seed after a cut prompt; remove it"
+            )
+    arguments: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
     if _CPU_KV_VARIABLE not in os.environ:
-        return {"enforce_eager": True, "kv_cache_memory_bytes": options.kv_cache_bytes or _CPU_KV_BYTES}
+        return arguments | {"kv_cache_memory_bytes": options.kv_cache_bytes or _CPU_KV_BYTES}
     if options.kv_cache_bytes is not None:
         raise ValueError(
             f"VLLMEngineFactory.kv_cache_bytes={options.kv_cache_bytes} has no effect while the variable "
             f"{_CPU_KV_VARIABLE} is set; unset it"
         )
-    return {"enforce_eager": True}
+    return arguments
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: frozenset[str]) -> None:
