@@ -55,7 +55,7 @@ def check_silu_quantize(device: torch.device) -> None:
     from lqrl.quant import triton_exact_rows, triton_quantize
     from lqrl.quant import triton_norm_quantize as t
 
-    shapes = [(5, 96, 4), (5, 2500, 4), (3, 9728, 1), (5, 20000, 4)]  # one part, three, and more than are held
+    shapes = [(5, 96, 4), (5, 2500, 4), (5, 9728, 1), (5, 20000, 4)]  # one part, three, and more than are held
     if device.type == "cuda":
         shapes = [(m, width, 4) for width in (12288, 3072, 896, 20000, 100) for m in (8, 257)] + [(8, 9728, 1)]
     for dtype in DTYPES:
