@@ -6,10 +6,12 @@ import _thread
 import itertools
 import math
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,41 @@ def test_an_interrupt_cuts_a_request_and_its_retries(server: VLLMPeer) -> None:
         peer.post("/pause", {}, give_up=over)
     assert time.monotonic() - started < PATIENCE
     released.set()
+
+
+def test_an_interrupt_cuts_a_connection_that_is_being_made() -> None:
+    over, outcome = threading.Event(), []
+    with socket.socket() as listener, ExitStack() as waiting:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):  # more than it keeps: the next one is not answered
+            other = waiting.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(listener.getsockname())
+        peer = Peer(f"http://127.0.0.1:{listener.getsockname()[1]}", Patience(2 * PATIENCE, 1, 0))
+
+        def ask() -> None:
+            with pytest.raises(PeerLost) as caught:
+                peer.post("/pause", {}, give_up=over)
+            outcome.append(caught.value)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        deadline = time.monotonic() + PATIENCE
+        while not peer._open and time.monotonic() < deadline:
+            time.sleep(0.001)
+        over.set()
+        peer.interrupt()
+        asking.join(PATIENCE)
+        assert not asking.is_alive()
+    assert len(outcome) == 1
+    assert not peer._open
+
+
+def test_https_is_spoken_where_it_is_asked_for(server: VLLMPeer) -> None:
+    with pytest.raises(PeerLost, match="SSL"):
+        Peer(server.url.replace("http:", "https:"), FAST).get("/health")
+    assert not server.asked
 
 
 @pytest.mark.parametrize(

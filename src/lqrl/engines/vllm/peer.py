@@ -6,8 +6,9 @@ import http.client
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Lock
 from types import NoneType
@@ -119,7 +120,9 @@ class Peer:
         self.url, self.patience = checked_url(url), patience
         self._gone = gone
         self._parts = urlsplit(self.url)
-        self._open: set[http.client.HTTPConnection] = set()
+        self._host = self._parts.hostname or ""
+        self._port = self._parts.port or (443 if self._parts.scheme == "https" else 80)
+        self._open: set[socket.socket] = set()
         self._lock = Lock()
 
     def get(self, path: str, *, attempts: int | None = None) -> Any:
@@ -143,12 +146,11 @@ class Peer:
         return self._ask("POST", path, body, attempts, give_up)
 
     def interrupt(self) -> None:
-        """Cut all connections, whose requests then fail."""
+        """Cut all connections, those that are being made included; their requests then fail."""
         with self._lock:
             for connection in self._open:
                 with suppress(OSError):
-                    if connection.sock is not None:
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: Any, attempts: int | None, give_up: Event | None) -> Any:
         give_up, attempts = give_up or Event(), attempts or self.patience.attempts
@@ -160,37 +162,70 @@ class Peer:
                 break
             try:
                 sent += 1
-                return self._once(method, path, body)
+                return self._once(method, path, body, give_up)
             except _Passing as error:
                 fault = str(error)
         raise PeerLost(f"{path} failed in {sent} attempts: {fault}")
 
-    def _once(self, method: str, path: str, body: Any) -> Any:
+    def _once(self, method: str, path: str, body: Any, give_up: Event) -> Any:
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         if key := os.environ.get("VLLM_API_KEY", "").strip():  # of the end of its line
             headers["Authorization"] = f"Bearer {key}"
-        connection = self._connect()
+        payload = None if body is None else json.dumps(body, allow_nan=False)
         try:
-            payload = None if body is None else json.dumps(body, allow_nan=False)
-            connection.request(method, self._parts.path + path, payload, headers)
-            response = connection.getresponse()
-            status, answer = response.status, response.read()
+            with self._connected(give_up) as connection:
+                connection.request(method, self._parts.path + path, payload, headers)
+                response = connection.getresponse()
+                status, answer = response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise _Passing(f"{type(error).__name__}: {error}") from error
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
         return self._judged(path, status, answer)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self.patience.timeout_s)
-        with self._lock:
-            self._open.add(connection)
-        return connection
+    @contextmanager
+    def _connected(self, give_up: Event) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(self._host, self._port)
+        made: list[socket.socket] = []
+        try:
+            connection.sock = self._dialled(made, give_up)
+            yield connection
+        finally:
+            connection.close()
+            with self._lock:
+                self._open.difference_update(made)
+            for each in made:
+                each.close()
+
+    def _dialled(self, made: list[socket.socket], give_up: Event) -> socket.socket:
+        """An open socket; those that are made on the way are put into ``made``, and known to `interrupt` at once."""
+
+        def known(each: socket.socket) -> socket.socket:
+            made.append(each)
+            with self._lock:
+                self._open.add(each)
+            return each
+
+        failure = OSError("its name has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            dialled = known(socket.socket(family, kind, protocol))
+            dialled.settimeout(self.patience.timeout_s)
+            if give_up.is_set():  # an interrupt may have come before it was known
+                raise ConnectionAbortedError("no answer is wanted any more")
+            try:
+                dialled.connect(address)
+            except OSError as error:
+                failure = error
+                continue
+            dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._parts.scheme == "http":
+                return dialled
+            context = ssl.create_default_context()
+            wrapped = context.wrap_socket(dialled, server_hostname=self._host, do_handshake_on_connect=False)
+            known(wrapped).settimeout(self.patience.timeout_s)
+            wrapped.do_handshake()
+            return wrapped
+        raise failure
 
     def _judged(self, path: str, status: int, answer: bytes) -> Any:
         if status >= 400:
