@@ -28,7 +28,7 @@ class Server(Protocol):
         ...
 
     def cut(self) -> None:
-        """Make all requests that are under way end with what they have; does nothing where it fails."""
+        """Make all requests that are under way end with what they have; raises when it never can."""
         ...
 
 
