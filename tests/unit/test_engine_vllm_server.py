@@ -348,7 +348,7 @@ def test_a_directory_that_cannot_be_written_is_named_as_the_fault(start: Start) 
         ({"vllm": "0.99.0"}, RuntimeError, "found 0.99.0"),
         ({"max_model_len": 32}, RuntimeError, "max_model_len 32; start it with at least 64"),
         ({"served": {"dtype": "torch.bfloat16"}}, RuntimeError, 'serves dtype "torch.bfloat16", the recipe has'),
-        ({"served": {"quantization_config": {"a": 1}}}, RuntimeError, "serves quantization_config"),
+        ({"served": {"quantization_config": {"a": 1}}}, RuntimeError, "serves a quantization"),
         ({"served": {"tie_word_embeddings": False}}, RuntimeError, "serves tie_word_embeddings false"),
         ({"served": {"logprobs_mode": "raw_logprobs"}}, RuntimeError, 'the recipe has "processed_logprobs"'),
         ({"served": {"generation_config": "auto"}}, RuntimeError, "serves generation_config"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm.process import check_card
 from lqrl.engines.vllm.served import ServedModel, described, kv_cache_dtype
 from lqrl.engines.vllm.versions import check_version
+from lqrl.quant.compressed_format import parse_quantization_config
+from lqrl.quant.scheme import PRESETS
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Inspection:
             raise ValueError(
                 "it is on another machine than the learner, whose GPU it cannot read; set transport: files"
             )
+        if self.spec.device.type == "cpu" and facts.get("cuts_prompts"):
+            raise ValueError(
+                "it cuts prompts, after which vLLM on a CPU cannot draw a sample with a seed; start it with "
+                "--no-enable-chunked-prefill"
+            )
         if facts.get("keeps"):
             raise ValueError(facts["keeps"])
         if facts["max_model_len"] < self.spec.max_model_len:
@@ -60,12 +67,81 @@ class Inspection:
             "data_parallel_size": 1,
             "speculative": False,
         }
-        for name, value in wanted.items():
-            theirs = facts["served"][name]
-            if isinstance(value, dict) and isinstance(theirs, dict):  # vLLM adds entries of its own
-                theirs = {key: theirs.get(key) for key in value}
-            if theirs != value:
-                raise ValueError(
-                    f"it serves {name} {json.dumps(theirs)}, the recipe has {json.dumps(value)}; start it with the "
-                    "recipe's model, dtype and scheme, as docs/vllm.md says"
-                )
+        theirs, platform = facts["served"], self.spec.device.type
+        scheme = f"scheme {self.spec.scheme.name!r}"
+        if self.served.scheme.weight != self.spec.scheme.weight:
+            scheme += f", which vLLM holds as {_scheme_of(wanted['quantization_config'])}"
+        said = [_difference(name, theirs[name], wanted[name], scheme, platform) for name in wanted]
+        if any(said):
+            raise ValueError(f"{'; '.join(filter(None, said))} (docs/vllm.md, Servers)")
+
+
+_FLAGS = {
+    "dtype": "--dtype {}",
+    "kv_cache_dtype": "--kv-cache-dtype {}",
+    "logprobs_mode": "--logprobs-mode {}",
+    "generation_config": "--generation-config {}",
+    "head_dtype": '--hf-overrides \'{{"head_dtype": "{}"}}\'',
+    "data_parallel_size": "one copy of the model, and give the urls of several servers",
+    "speculative": "no --speculative-config",
+    "architectures": "the recipe's model",
+    "tie_word_embeddings": "the recipe's model, whose config.json has it so",
+}
+"""What a server is started with to serve what the recipe has."""
+_TIED_ON_CPU = (
+    "its head is tied to the embedding, and vLLM's CPU kernels keep a copy of it that a refresh of the embedding does "
+    "not reach: start it with a copy of MODEL that has tie_word_embeddings: false in its config.json"
+)
+_CHECKPOINT = {
+    False: "the policy itself as MODEL",
+    True: "a checkpoint of that scheme as MODEL (lqrl.quant.checkpoint.save_quantized)",
+}
+
+
+def _difference(name: str, theirs: Any, ours: Any, scheme: str, platform: str) -> str:
+    """What is not as the recipe has it, and how it becomes so; nothing where nothing is."""
+    if name == "quantization_config":
+        return _difference_of_schemes(theirs, ours, scheme)
+    if theirs == ours:
+        return ""
+    if name == "tie_word_embeddings" and theirs and platform == "cpu":
+        return _TIED_ON_CPU
+    if name == "head_dtype" and ours is None:
+        return f"it computes logits in {theirs}: set fp32_head: true, or start it without head_dtype"
+    words = f"it serves {name} {json.dumps(theirs)}, the recipe has {json.dumps(ours)}: "
+    return words + "start it with " + _FLAGS[name].format(str(ours).removeprefix("torch."))
+
+
+def _difference_of_schemes(theirs: Any, ours: Any, scheme: str) -> str:
+    if isinstance(theirs, dict) and isinstance(ours, dict):  # vLLM adds entries of its own
+        theirs = {key: theirs.get(key) for key in ours}
+    if theirs == ours:
+        return ""
+    served = _scheme_of(theirs)
+    if served == _scheme_of(ours):
+        return f"it serves {scheme} with {', '.join(_unequal(theirs, ours))}: start it with {_CHECKPOINT[True]}"
+    return f"it serves {served}, the recipe has {scheme}: start it with {_CHECKPOINT[ours is not None]}"
+
+
+def _scheme_of(config: Any) -> str:
+    """The scheme that a ``quantization_config`` is of, in words."""
+    if config is None:
+        return "a model without quantization"
+    try:
+        found = parse_quantization_config(config, "")
+    except ValueError as error:
+        return f"a quantization that lqrl does not have ({error})"
+    formats = found.weight, found.activation
+    for name, preset in PRESETS.items():
+        if (preset.weight, preset.activation) == formats:
+            return f"scheme '{name}{'+kv_fp8_static' if found.kv_cache else ''}'"
+    return f"weights as {found.weight}, activations as {found.activation}"
+
+
+def _unequal(theirs: Any, ours: Any, at: str = "") -> Iterator[str]:
+    """The entries of two nested objects that differ."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted({*theirs, *ours}):
+            yield from _unequal(theirs.get(key), ours.get(key), f"{at}.{key}" if at else key)
+    elif theirs != ours:
+        yield f"{at} {json.dumps(theirs)} instead of {json.dumps(ours)}"

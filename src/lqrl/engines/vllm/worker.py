@@ -42,6 +42,7 @@ class ServedWorker:
             "max_model_len": config.model_config.max_model_len,
             "connected": config.kv_transfer_config is not None,
             "keeps": _keeps(config.kv_transfer_config),
+            "cuts_prompts": _cuts_prompts(config.scheduler_config, config.model_config.max_model_len),
             "served": described(config.model_config.hf_config)
             | {
                 "dtype": str(config.model_config.dtype),
@@ -92,6 +93,12 @@ def _keeps(transfer: Any) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _cuts_prompts(scheduler: Any, longest: int) -> bool:
+    """Whether a prompt may be computed in parts, because a batch has no room for the whole of it."""
+    room = scheduler.max_num_batched_tokens >= scheduler.max_num_seqs * longest
+    return bool(scheduler.long_prefill_token_threshold) or (scheduler.enable_chunked_prefill and not room)
 
 
 def _worker(mixed: ServedWorker) -> Any:
