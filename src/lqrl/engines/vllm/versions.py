@@ -10,6 +10,8 @@ from lqrl.engines.base import EngineUnavailableError
 
 FIRST, LAST = (0, 26), (0, 32)
 """Minor releases that the tests ran with: 0.26 on an H100, 0.32 on a CPU. The ends are tested."""
+TESTED = f">={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"
+"""The same as pip takes it."""
 
 
 def import_vllm(*, allow_untested: bool = False) -> ModuleType:
@@ -64,6 +66,6 @@ def check_version(version: str) -> None:
     if not FIRST <= parse_version(version) <= LAST:
         first, last = (".".join(map(str, v)) for v in (FIRST, LAST))
         raise EngineUnavailableError(
-            f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm>={first},"
-            f"<{LAST[0]}.{LAST[1] + 1}', or set allow_untested_version: true and run tests/integration/test_vllm_*.py"
+            f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm{TESTED}', "
+            "or set allow_untested_version: true and run tests/integration/test_vllm_*.py"
         )
