@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.engines import coded_steps
-from lqrl.quant import exact
+from lqrl.engines.fused_decoder import _gated_product
+from lqrl.quant import exact, triton_use
 from lqrl.quant.fused import QuantizedProduct, fuse_
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.methods import linear_method
@@ -90,8 +91,40 @@ def test_steps_have_the_bits_of_their_parts(name, together):
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int8_w8a8", "fp8_per_channel"])
+def test_the_gated_step_has_the_bits_of_its_parts(name):
+    cuda = torch.device("cuda")
+    torch.manual_seed(0)
+    down = layer_of(linear_method(QuantScheme.preset(name)), cuda, bias=True)
+    gate, up = torch.randn(37, 2 * K, device=cuda).bfloat16().split(K, -1)  # rows of one product
+    step = coded_steps.gated_product(down)
+    assert step is not None
+    assert torch.equal(step((gate, up)), down(exact.silu_mul(gate, up)))
+
+
 def test_steps_are_left_alone_off_cuda_and_for_plain_layers():
     cpu, weight = torch.device("cpu"), torch.ones(K)
     layer = layer_of(linear_method(QuantScheme.preset("int8_w8a8")), cpu)
     assert coded_steps.normed_product(weight, 1e-6, [layer], {}) is None
     assert coded_steps.normed_product(weight, 1e-6, [nn.Linear(K, N), layer], {}) is None
+
+
+@pytest.mark.parametrize("name", ["plain", "int8_w8a8", "int8_w8a8 and an adapter", "int4_w4a16"])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU()], ids=["silu", "gelu"])
+def test_a_gated_step_without_codes_is_its_parts(name, activation, device):
+    """Off CUDA, for layers that take no codes, and for an activation that no kernel quantizes."""
+    torch.manual_seed(0)
+    down = nn.Linear(128, N, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    if name != "plain":
+        down = QuantizedLinear(down, linear_method(QuantScheme.preset(name.split()[0])))
+    if "adapter" in name:
+        down.add_low_rank(4, 1.0)
+        for factor in (down.lora_A, down.lora_B):
+            factor.weight.normal_()
+    gate, up = torch.randn(7, 256, device=device).bfloat16().split(128, -1)
+    quantizes = name == "int8_w8a8" and triton_use.serves(device)
+    assert (coded_steps.gated_product(down) is not None) == quantizes
+    silu = isinstance(activation, nn.SiLU)
+    gated = exact.silu_mul(gate, up) if silu else activation(gate) * up
+    assert torch.equal(_gated_product(activation, down)((gate, up)), down(gated))
