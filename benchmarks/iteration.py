@@ -29,7 +29,7 @@ from rows import Record, Table
 from shapes import SHAPES
 
 PEERS = ("trl", "trl-vllm")
-PHASES = ("generate", "reward", "score", "forward_backward", "step", "refresh", "other")
+PHASES = ("generate", "reward", "score", "forward_backward", "step", "calibrate", "refresh", "other")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 VLLM_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-Phase = Literal["generate", "reward", "score", "forward_backward", "step", "refresh", "memory", "validate"]
+Phase = Literal["generate", "reward", "score", "forward_backward", "step", "calibrate", "refresh", "memory", "validate"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _WHOLE = "validate"  # generating and judging for a validation is no part of the iteration's own

@@ -45,7 +45,9 @@ class Read(L.Callback):
 def test_a_run_is_accounted_for(tmp_path: Path):
     read = Read()
     engine = TorchEngineFactory(max_num_seqs=32, sleep_level=1)
-    module = make_module(num_minibatches=2, kl=KLPenalty(1e-2), validate_full_precision=True, engine=engine)
+    module = make_module(
+        num_minibatches=2, kl=KLPenalty(1e-2), validate_full_precision=True, engine=engine, scheme="none+kv_fp8_static"
+    )
     make_trainer(tmp_path, epochs=2, callbacks=[EngineRefresh(), SamplerFeedback(), PhaseTimer(), read]).fit(
         module, make_data()
     )

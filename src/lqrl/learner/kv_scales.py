@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lqrl.learner.update import all_max
+from lqrl.phases import phase
 from lqrl.quant.kv import SCALE_NAMES, KVObserver, attention_modules, calibrates_kv
 from lqrl.rollouts.batching import microbatches
 
@@ -43,7 +44,8 @@ def calibrate_kv_(scorer: Scorer, input_ids: Tensor, attention_mask: Tensor, *, 
     before, scorer.kv = scorer.kv, observer
     try:
         for rows in microbatches(attention_mask.sum(1).cpu(), token_budget):
-            scorer.score(input_ids[rows.to(input_ids.device)], attention_mask[rows.to(input_ids.device)])
+            chosen = rows.to(input_ids.device)
+            scorer.score(input_ids[chosen], attention_mask[chosen], layers_only=True)
     finally:
         scorer.kv = before
     scales = torch.zeros(len(modules), 2, device=input_ids.device)
@@ -65,8 +67,9 @@ def calibrate_kv_(scorer: Scorer, input_ids: Tensor, attention_mask: Tensor, *, 
 def calibrate(module: PolicyModule, input_ids: Tensor, attention_mask: Tensor) -> None:
     """Cache scales of the policy as it is, from these tokens; nothing for caches without calibrated scales."""
     if calibrates_kv(module.scheme):
-        ids, mask = input_ids.to(module.device), attention_mask.to(module.device)
-        calibrate_kv_(module.scorer, ids, mask, token_budget=module.token_budget)
+        with phase("calibrate"):
+            ids, mask = input_ids.to(module.device), attention_mask.to(module.device)
+            calibrate_kv_(module.scorer, ids, mask, token_budget=module.token_budget)
 
 
 def calibrate_first(module: PolicyModule) -> None:

@@ -61,13 +61,16 @@ class Scorer(nn.Module):
         self.rounds_logits = arithmetic.rounds_logits
         return use_arithmetic_(self.policy, arithmetic)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, *, layers_only: bool = False) -> Tensor:
         """``[B, T]`` log-probs of ``input_ids`` given what precedes them; no padding is computed.
 
         The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
+        ``layers_only``: for what `kv` sees, without the output head; all log-probs are 0.
         """
         packed = pack(input_ids, attention_mask, self.kv, self.exact)
         hidden = hidden_states(self.policy, packed)
+        if layers_only:
+            return hidden.new_zeros(input_ids.shape, dtype=torch.float32)
         source, targets = packed.predicting, packed.input_ids[0][packed.predicting + 1]
         head = output_head(self.policy, rounds_logits=self.rounds_logits)
         kernels = head_kernels(hidden.device, exact=self.exact)
@@ -82,10 +85,11 @@ class Scorer(nn.Module):
         )
         return values.new_zeros(input_ids.numel()).index_copy(0, packed.index[source] + 1, values).view_as(input_ids)
 
-    def score(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def score(self, input_ids: Tensor, attention_mask: Tensor, *, layers_only: bool = False) -> Tensor:
         """`forward` in the compute dtype."""
+        options = {"layers_only": layers_only}
         if all(p.dtype == self.compute_dtype for p in self.policy.parameters()):
-            return self(input_ids, attention_mask)
+            return self(input_ids, attention_mask, **options)
         cast = {f"policy.{n}": p for n, p in cast_parameters(self.policy, self.compute_dtype).items()}
         # Tied names are all in `cast`; tying them again would give an aligned head the embedding's cast copy.
-        return torch.func.functional_call(self, cast, (input_ids, attention_mask), tie_weights=False)
+        return torch.func.functional_call(self, cast, (input_ids, attention_mask), options, tie_weights=False)
