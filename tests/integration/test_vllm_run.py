@@ -109,7 +109,7 @@ VLLM: dict[str, Any] = {
         "engine_args": {"block_size": 32, "enforce_eager": True},
     },
 }
-# In fp32 the aligned learner says what vLLM sampled with; an activation may go to the next code, which is farther in fp8.
+# In fp32 the aligned learner says what vLLM sampled with; an activation may go to the next code, which is far in fp8.
 MOST_K3 = {"none": 1e-8, "int8_w8a8": 1e-6, "fp8_per_channel": 1e-3}
 if DEVICE.type != "cpu":
     VLLM["init_args"]["gpu_memory_utilization"] = 0.05

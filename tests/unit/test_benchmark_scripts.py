@@ -35,6 +35,19 @@ def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
     assert all(any(line.startswith(row) for line in printed.splitlines()) for row in wanted), printed
 
 
+def test_prefills_are_timed_and_their_products_counted(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    argv = ["prefill.py", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prompt", "8", "--tokens", "8", "64"]
+    monkeypatch.setattr(sys, "argv", argv)
+    prefill = import_module("prefill")
+    prefill.main()
+    rows = [row.split(" | ")[:3] for row in capsys.readouterr().out.splitlines() if "| 2 | 8 |" in row]
+    assert [row[0] for row in rows] == ["| none"] * 2 + ["| fp8_per_channel+kv_fp8_static"] * 2
+    engine = prefill.build(QuantScheme.preset("none"), None, prefill.parse(argv[1:]))
+    linear = [m for m in engine.decoder.model.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert prefill.product_operations(engine, 5) == 2 * 5 * sum(m.weight.numel() for m in linear)
+
+
 def test_exported_checkpoints_are_read_back(monkeypatch, capsys):
     options = ["--peer", "lqrl", "--device", "cpu", "--tiny", "--families", "moe", "--formats", "int8_w8a8", "unknown"]
     script = "vllm_checkpoint.py"
