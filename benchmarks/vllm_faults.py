@@ -41,8 +41,7 @@ from lqrl.engines.vllm.arguments import engine_arguments
 from lqrl.engines.vllm.fleet import ReplicasLostError
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Partial
-from lqrl.engines.vllm.peer import Patience
-from lqrl.engines.vllm.replica import Replica
+from lqrl.engines.vllm.peer import Patience, Peer
 from lqrl.engines.vllm.served import ServedModel
 from lqrl.modeling.backbone import load_model
 from lqrl.quant.export import export_weights
@@ -102,9 +101,7 @@ class Server:
 
     def pretend(self, version: str) -> None:
         """Have it say that its weights are another version."""
-        replica = Replica(self.process.url, Patience(30), width=1)
-        replica.facts()  # tells how a version is said to this vLLM
-        replica.stamp(version)
+        Peer(self.process.url, Patience(30)).post("/update_weight_version", {"new_version": version})
 
 
 class Bench:

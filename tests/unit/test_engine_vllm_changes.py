@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import test_engine_vllm_server
 from test_engine_vllm_server import drawn, engine_on, refreshed, wanted, weights
 from vllm_peers import PATIENCE, VLLMPeer
 
-from lqrl.engines.base import EngineUnavailableError, RefreshError
+from lqrl.engines.base import EngineUnavailableError, RefreshError, StaleEngineError
+from lqrl.engines.vllm.fleet import ReplicasLostError
 
 Start = Callable[..., VLLMPeer]
 start = test_engine_vllm_server.start
@@ -46,6 +48,55 @@ def test_a_replica_whose_weights_change_before_it_gets_its_version_is_lost(start
         engine.update_weights(weights().items(), policy_version=4)
     assert engine.serving == [slow.url]
     assert drawn(engine) == wanted()
+
+
+def test_a_replica_that_starts_anew_as_it_gets_its_version_has_none(start: Start) -> None:
+    server = start()
+    engine = engine_on(server)
+
+    def restart(route: str) -> tuple[int, None] | None:
+        if route == "/update_weight_version" and server.asked[route] == 2:  # its answer is lost, and it is asked again
+            server.version, server.stamped = "default", ""
+            return -1, None
+        return None
+
+    server.before = restart
+    engine.update_weights(weights().items(), policy_version=4)
+    assert server.version is not None
+    assert server.version.startswith("4-")
+    with (
+        pytest.warns(UserWarning, match=rf"{server.url} is lost \(its weights are version ' or 4-"),
+        pytest.raises(ReplicasLostError),
+    ):
+        drawn(engine)
+
+
+def test_of_two_engines_that_refresh_one_server_at_once_the_one_that_loads_last_has_it(start: Start) -> None:
+    server = start()
+    first, second = engine_on(server), engine_on(server)
+    loading, seals = threading.Event(), threading.Event()
+
+    def before(route: str) -> None:
+        if route == "/pause" and server.asked[route] == 1:  # the first has said that it loads
+            loading.set()
+            assert seals.wait(PATIENCE)  # the second has loaded
+        if route == "/v1/completions" and server.asked["lqrl_load"] == 1:
+            seals.set()
+            while server.asked["lqrl_load"] == 1:  # the first loads, too
+                time.sleep(0.01)
+
+    server.before = before
+    with ThreadPoolExecutor() as pool:
+        refreshing = pool.submit(first.update_weights, weights(0).items(), policy_version=4)
+        assert loading.wait(PATIENCE)
+        with pytest.raises(RefreshError, match="its weights have become version"):
+            second.update_weights(weights(1).items(), policy_version=4)
+        with pytest.raises(RefreshError, match="its weights have become version"):
+            refreshing.result(PATIENCE)
+    server.before = lambda route: None
+    for engine in (first, second):
+        with pytest.raises(StaleEngineError):
+            drawn(engine)
 
 
 def test_a_server_with_other_settings_is_lost_at_the_next_refresh(start: Start) -> None:

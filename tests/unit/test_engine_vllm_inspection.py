@@ -13,7 +13,7 @@ from vllm_peers import VLLMPeer
 
 from lqrl.engines.base import EngineSpec, EngineUnavailableError
 from lqrl.engines.vllm import VLLMServerEngineFactory
-from lqrl.engines.vllm.served import ServedModel
+from lqrl.engines.vllm.served import ServedModel, described
 from lqrl.quant.scheme import QuantScheme
 
 
@@ -83,6 +83,28 @@ def test_a_tied_head_on_a_cpu_is_a_matter_of_its_config_alone() -> None:
     assert "it serves tie_word_embeddings true, the recipe has false" not in said
     assert "start it with a copy of MODEL that has tie_word_embeddings: false in its config.json" in said
     assert "the recipe's model" not in said  # which ties them
+
+
+def test_a_model_that_computes_something_else_is_named() -> None:
+    model = described(ServedModel(recipe("none"), unties=True).config)["model"]
+    assert model["rms_norm_eps"] != 0.5
+    rope = model["rope_parameters"] | {"rope_theta": 7.0, "of_another_release": 1}
+    said = refusal("none", "none", served={"model": model | {"rms_norm_eps": 0.5, "rope_parameters": rope}})
+    assert f"its model has rms_norm_eps 0.5 instead of {model['rms_norm_eps']}, rope_parameters {{" in said
+    assert "start it with the recipe's model" in said
+    server = VLLMPeer(ServedModel(SPEC, unties=False), served={"model": model | {"new": 1, "rope_parameters": {}}})
+    VLLMServerEngineFactory(urls=[server.url])(SPEC).close()
+    server.close()
+
+
+def test_weights_that_a_server_quantizes_itself_are_named() -> None:
+    said = refusal("none", "none", served={"quantization": "fp8"})
+    assert "it quantizes what it loads (fp8): start it without --quantization" in said
+
+
+@pytest.mark.parametrize("served", [{"model": None}, {"quantization_config": "awq"}, {"quantization_config": [1]}])
+def test_facts_of_another_form_are_refused_in_words(served: dict[str, Any]) -> None:
+    assert "start it with" in (said := refusal("int8_w8a8", "int8_w8a8", served=served)) or "the learner's lqrl" in said
 
 
 def test_all_that_differs_is_said_at_once() -> None:

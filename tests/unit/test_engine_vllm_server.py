@@ -172,11 +172,11 @@ def test_a_replica_of_another_version_is_not_asked(start: Start) -> None:
     engine = refreshed(stale, good)
     before = stale.asked["/v1/completions"]
     stale.version = "default"  # it was started anew
-    with pytest.warns(UserWarning, match=rf"{stale.url} is lost \(its weights are version 'default', wanted is '4-"):
+    with pytest.warns(UserWarning, match=rf"{stale.url} is lost \(its weights are version '.*default', wanted is '4-"):
         assert drawn(engine) == wanted()
     assert stale.asked["/v1/completions"] == before
     good.version = "5-other"
-    with pytest.warns(UserWarning, match="'5-other'"), pytest.raises(ReplicasLostError, match="0 of 20 requests"):
+    with pytest.warns(UserWarning, match="or 5-other'"), pytest.raises(ReplicasLostError, match="0 of 20 requests"):
         drawn(engine)
 
 
@@ -186,7 +186,9 @@ def test_what_a_replica_says_while_its_version_changes_is_redone(start: Start) -
     changed = threading.Event()
     changing.before = after(3, lambda: (setattr(changing, "version", "9-other"), changed.set()))
     good.before = waiting(changed)
-    with pytest.warns(UserWarning, match=rf"{changing.url} is lost \(its weights are version '9-other'.*; \d+ of its"):
+    with pytest.warns(
+        UserWarning, match=rf"{changing.url} is lost \(its weights are version '.* or 9-other'.*; \d+ of its"
+    ):
         assert drawn(engine) == wanted()
     assert good.asked["/v1/completions"] == 1 + 20
 
@@ -288,14 +290,14 @@ def test_an_incomplete_stream_reaches_no_replica(start: Start) -> None:
 def test_a_refresh_is_done_again_without_a_replica_that_dies_in_it(start: Start, route: str) -> None:
     dying, good = start(), start()
     engine = refreshed(dying, good)
-    loads, before = good.asked["/collective_rpc"], dying.asked[route]
+    loads, before = good.asked["lqrl_load"], dying.asked[route]
     # its version is taken away first, and given last; its workers say ahead of that what they serve
     survived = route in ("/update_weight_version", "/collective_rpc")
     dying.before = lambda asked: dying.die() if asked == route and dying.asked[route] - before > survived else None
     with pytest.warns(UserWarning, match=rf"failed on 1 of 2 replicas: {dying.url}: {route}.* again with the other 1"):
         engine.update_weights(weights(1).items(), policy_version=5)
     assert engine.serving == [good.url]
-    assert good.asked["/collective_rpc"] == loads + 3
+    assert good.asked["lqrl_load"] == loads + 2
     assert drawn(engine) == wanted()
     assert good.version is not None
     assert good.version.startswith("5-")

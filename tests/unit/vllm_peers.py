@@ -42,12 +42,12 @@ class VLLMPeer:
     """One server. Its attributes may be set while it runs.
 
     Attributes:
-        asked: how often each route was asked.
+        asked: how often each route and each method of its worker was asked.
         paths: what was asked with a query.
         before: called with the route of every request, ahead of the answer; a status and an answer of its own go out
             instead, for a negative status the connection is cut.
         version: what ``/weight_info`` says; ``None`` is a vLLM without that route.
-        stamped: the version that its worker was told, as such a vLLM keeps it.
+        stamped: the version that its worker knows.
         held: digest of the weights that came last.
         load_result: changes what ``lqrl_load`` says.
         keeps_prefixes, says_nan: faults of a refresh.
@@ -89,6 +89,7 @@ class VLLMPeer:
                 "generation_config": "vllm",
                 "data_parallel_size": 1,
                 "speculative": False,
+                "quantization": None,
             }
             | facts.pop("served", {}),
         } | facts
@@ -179,16 +180,17 @@ class VLLMPeer:
         return 404, {"detail": "Not Found"}
 
     def _worker(self, method: str, *args: str) -> Any:
+        self.asked[method] += 1
         if method in self.answers:
             return self.answers[method]
         if method == "lqrl_facts":
             return self.facts
-        if method == "lqrl_version":
+        if method == "lqrl_seal" and self.stamped == args[0]:
+            self.stamped = args[1]
+        if method in ("lqrl_seal", "lqrl_version"):
             return {"version": self.stamped}
-        if method == "lqrl_stamp":
-            self.stamped = args[0]
-            return None
         assert method == "lqrl_load"
+        self.stamped = args[1]
         try:
             self.held = digest(read_weights(Path(args[0])))
         except RefreshError as error:

@@ -71,7 +71,9 @@ class Inspection:
         scheme = f"scheme {self.spec.scheme.name!r}"
         if self.served.scheme.weight != self.spec.scheme.weight:
             scheme += f", which vLLM holds as {_scheme_of(wanted['quantization_config'])}"
-        said = [_difference(name, theirs[name], wanted[name], scheme, platform) for name in wanted]
+        said = [_difference(name, theirs.get(name), wanted[name], scheme, platform) for name in wanted]
+        if wanted["quantization_config"] is None and theirs.get("quantization") is not None:
+            said.append(f"it quantizes what it loads ({theirs['quantization']}): start it without --quantization")
         if any(said):
             raise ValueError(f"{'; '.join(filter(None, said))} (docs/vllm.md, Servers)")
 
@@ -88,6 +90,7 @@ _FLAGS = {
     "tie_word_embeddings": "the recipe's model, whose config.json has it so",
 }
 """What a server is started with to serve what the recipe has."""
+_MOST_FIELDS = 4  # of a config that an error lists
 _TIED_ON_CPU = (
     "its head is tied to the embedding, and vLLM's CPU kernels keep a copy of it that a refresh of the embedding does "
     "not reach: start it with a copy of MODEL that has tie_word_embeddings: false in its config.json"
@@ -102,6 +105,8 @@ def _difference(name: str, theirs: Any, ours: Any, scheme: str, platform: str) -
     """What is not as the recipe has it, and how it becomes so; nothing where nothing is."""
     if name == "quantization_config":
         return _difference_of_schemes(theirs, ours, scheme)
+    if name == "model":
+        return _difference_of_models(theirs, ours)
     if theirs == ours:
         return ""
     if name == "tie_word_embeddings" and theirs and platform == "cpu":
@@ -112,13 +117,30 @@ def _difference(name: str, theirs: Any, ours: Any, scheme: str, platform: str) -
     return words + "start it with " + _FLAGS[name].format(str(ours).removeprefix("torch."))
 
 
+def _difference_of_models(theirs: Any, ours: Mapping[str, Any]) -> str:
+    if not isinstance(theirs, dict):
+        return "it does not say what its model computes: its workers need the learner's lqrl"
+    # A field that only one side has comes from another release of transformers.
+    unequal = [name for name in ours if name in theirs and not _alike(theirs[name], ours[name])]
+    words = [
+        f"{name} {json.dumps(theirs[name])} instead of {json.dumps(ours[name])}" for name in unequal[:_MOST_FIELDS]
+    ]
+    return f"its model has {', '.join(words)}: start it with the recipe's model" if words else ""
+
+
+def _alike(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(_alike(theirs[name], ours[name]) for name in ours.keys() & theirs.keys())
+    return theirs == ours
+
+
 def _difference_of_schemes(theirs: Any, ours: Any, scheme: str) -> str:
     if isinstance(theirs, dict) and isinstance(ours, dict):  # vLLM adds entries of its own
         theirs = {key: theirs.get(key) for key in ours}
     if theirs == ours:
         return ""
     served = _scheme_of(theirs)
-    if served == _scheme_of(ours):
+    if isinstance(theirs, dict) and served == _scheme_of(ours):
         return f"it serves {scheme} with {', '.join(_unequal(theirs, ours))}: start it with {_CHECKPOINT[True]}"
     return f"it serves {served}, the recipe has {scheme}: start it with {_CHECKPOINT[ours is not None]}"
 
@@ -127,9 +149,11 @@ def _scheme_of(config: Any) -> str:
     """The scheme that a ``quantization_config`` is of, in words."""
     if config is None:
         return "a model without quantization"
+    if not isinstance(config, dict):
+        return f"a quantization that lqrl cannot read ({str(config)[:60]})"
     try:
         found = parse_quantization_config(config, "")
-    except ValueError as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         return f"a quantization that lqrl does not have ({error})"
     formats = found.weight, found.activation
     for name, preset in PRESETS.items():

@@ -186,16 +186,20 @@ class Replica:
         return True
 
     def version(self) -> str:
-        """What `seal` said last; a server that started since then says something else.
+        """What `seal` said last; a server that started since then, or was loaded by others, says something else.
+
+        Its workers know, whose version changes with the weights; a route of vLLM's, where there is one, says so to
+        others, and has to agree.
 
         Raises:
             PeerLost: when it does not answer.
         """
+        known = set(self._versions("lqrl_version"))
         if self._has_version_route:
-            return fields(self.peer.get("/weight_info"), "/weight_info", {"weight_version": (str,)})["weight_version"]
-        said = self._workers("lqrl_version")
-        stamped = {fields(each, "lqrl_version", {"version": (str,)})["version"] for each in said}
-        return stamped.pop() if len(stamped) == 1 else UNSET
+            known.add(
+                fields(self.peer.get("/weight_info"), "/weight_info", {"weight_version": (str,)})["weight_version"]
+            )
+        return " or ".join(sorted(known))
 
     def seal(self, version: str) -> None:
         """Say which weights it has: those that `load` gave it.
@@ -204,20 +208,20 @@ class Replica:
             PeerLost: when it does not answer, or has been started anew or loaded by others since.
         """
         found = self.version()
-        if found != self._mark:
-            raise PeerLost(f"its weights have become version {found!r} since it loaded them")
-        self.stamp(version)
+        if found == self._mark:
+            found, *others = self._versions("lqrl_seal", self._mark, version)
+            if found == version and not any(others):
+                return self._publish(version)
+        raise PeerLost(f"its weights have become version {found!r} since it loaded them")
 
-    def stamp(self, version: str) -> None:
-        """Give its weights a version, whatever they are.
+    def _versions(self, method: str, *args: str) -> list[str]:
+        """What its workers call their weights, each name once."""
+        said = [fields(each, method, {"version": (str,)})["version"] for each in self._workers(method, *args)]
+        return sorted(set(said)) or [UNSET]
 
-        Raises:
-            PeerLost: when it does not answer.
-        """
+    def _publish(self, version: str) -> None:
         if self._has_version_route:
             self.peer.post("/update_weight_version", {"new_version": version})
-        else:
-            self._workers("lqrl_stamp", version)
 
     def _workers(self, method: str, *args: str, attempts: int | None = None) -> list[Any]:
         """What every worker's ``method`` returns."""
@@ -238,7 +242,7 @@ class Replica:
             PeerLost, PeerRefusal: when the server does not answer, or has not the routes.
         """
         self._mark = f"{UNSET}-{uuid4().hex[:16]}"
-        self.stamp(self._mark)
+        self._publish(self._mark)
         self.peer.post("/pause?mode=abort")
         answers = self._loaded(directory)
         # Releases differ in what they say of a connector that is not there.
@@ -263,7 +267,7 @@ class Replica:
 
     def _loaded(self, directory: Path) -> list[Mapping[str, Any]]:
         """What its workers say of a load that succeeded."""
-        answers = self._workers("lqrl_load", str(directory), attempts=1)
+        answers = self._workers("lqrl_load", str(directory), self._mark, attempts=1)
         if len(answers) != self.workers:
             raise RefreshError(f"{len(answers)} of its {self.workers} workers loaded the weights")
         failed = [fields(each, "lqrl_load", {"error": (str, NoneType), "broken": (bool, NoneType)}) for each in answers]

@@ -32,6 +32,13 @@ _TOKEN_HEAD = {
 }
 
 
+_DESCRIBED = ("architectures", "quantization_config", "tie_word_embeddings", "head_dtype")
+# Fields of a config that no log-prob depends on, or that are compared elsewhere.
+_NOT_COMPUTED_WITH = (
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range", "return_dict",
+    "id2label", "label2id", "problem_type", "output_hidden_states", "output_attentions", "output_router_logits",
+    "router_aux_loss_coef", "attention_dropout", "max_position_embeddings", "_attn_implementation",
+)  # fmt: skip
 # What vLLM's attention has beside the scales of a calibrated cache; 1 and 0 where nothing is loaded.
 _ATTENTION_SCALES = frozenset({"q_scale", "prob_scale", "q_zero_point", "k_zero_point", "v_zero_point"})
 _WITH_CACHE_SCALES = _ATTENTION_SCALES | set(SCALE_NAMES)
@@ -178,9 +185,14 @@ class ServedModel:
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
-    """What decides how a model of this config is held and computed, as JSON has it."""
-    fields = ("architectures", "quantization_config", "tie_word_embeddings", "head_dtype")
-    return json.loads(json.dumps({name: getattr(config, name, None) for name in fields}, default=str))
+    """What decides how a model of this config is held and computed, as JSON has it; sizes and the like as ``model``."""
+    said: dict[str, Any] = {name: getattr(config, name, None) for name in _DESCRIBED}
+    said["model"] = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in (*_DESCRIBED, *_NOT_COMPUTED_WITH) and not name.endswith("_token_id")
+    }
+    return json.loads(json.dumps(said, default=str))
 
 
 def _without_weights(spec: EngineSpec) -> PreTrainedModel:

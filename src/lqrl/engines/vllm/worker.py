@@ -28,7 +28,7 @@ if "vllm" in sys.modules:  # whose worker imports this before it builds its mode
 class ServedWorker:
     """Mixed into vLLM's worker, whose attributes it reads. Arguments and results are JSON."""
 
-    lqrl_stamped = ""
+    lqrl_has = ""
 
     def lqrl_facts(self) -> dict[str, Any]:
         """What is served, and by which vLLM."""
@@ -51,16 +51,18 @@ class ServedWorker:
                 "generation_config": config.model_config.generation_config,
                 "data_parallel_size": config.parallel_config.data_parallel_size,
                 "speculative": config.speculative_config is not None,
+                "quantization": config.model_config.quantization,
             },
         }
 
-    def lqrl_load(self, directory: str) -> dict[str, Any]:
-        """Load the complete set of weights in ``directory``.
+    def lqrl_load(self, directory: str, version: str) -> dict[str, Any]:
+        """Load the complete set of weights in ``directory``, which have ``version`` from its beginning on.
 
         Returns:
             ``missed`` parameters that were not loaded, ``moved`` ones, and a ``digest`` of what is held; or an
             ``error``, and whether the worker is ``broken``, so that no further load can succeed.
         """
+        self.lqrl_has = version
         worker = _worker(self)
         before = reload.addresses(worker)
         try:
@@ -77,13 +79,15 @@ class ServedWorker:
         moved = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         return {"missed": missed, "moved": moved, "digest": reload.model_digest(worker)}
 
-    def lqrl_stamp(self, version: str) -> None:
-        """Note the version of the weights, for a vLLM that has no place for it."""
-        self.lqrl_stamped = version
+    def lqrl_seal(self, loaded: str, version: str) -> dict[str, str]:
+        """Call the weights ``version`` if they are still those that came as ``loaded``; what they are called then."""
+        if self.lqrl_has == loaded:
+            self.lqrl_has = version
+        return self.lqrl_version()
 
     def lqrl_version(self) -> dict[str, str]:
-        """What `lqrl_stamp` was told last."""
-        return {"version": self.lqrl_stamped}
+        """What the weights are called; nothing before the first load."""
+        return {"version": self.lqrl_has}
 
 
 def _keeps(transfer: Any) -> str:
