@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from runs import make_data, make_module, make_trainer, weights
 
-from lqrl.callbacks import EngineRefresh, MismatchGuard, RolloutTable, SamplerFeedback
+from lqrl.callbacks import EngineRefresh, InterruptCheckpoint, MismatchGuard, RolloutTable, SamplerFeedback
 from lqrl.data import PromptDataModule
+from lqrl.engines.base import EngineSpec, EngineUnavailableError, RefreshReport
+from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.learner import PolicyModule
 from lqrl.quant import SmoothQuant, UpdateAwareScaling
 from lqrl.rollouts import Rollouts
@@ -165,3 +168,31 @@ def test_an_interrupted_run_leaves_a_checkpoint_that_resumes_exactly(tmp_path, n
     head = make_module(Traced)
     head.trace = whole.trace[: len(stopped)]
     assert_same_run(whole, head, resumed)
+
+
+class Leaving(TorchEngine):
+    """Is gone when the weights of the second iteration come, as a server may be."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> RefreshReport:
+        if options["policy_version"] == 2:
+            raise EngineUnavailableError("no server answers")
+        return super().update_weights(weights, **options)
+
+
+class LeavingFactory(TorchEngineFactory):
+    """Builds one."""
+
+    def __call__(self, spec: EngineSpec) -> Leaving:
+        return Leaving(spec, self)
+
+
+def test_an_engine_that_is_gone_after_an_iteration_leaves_a_checkpoint_that_resumes_exactly(tmp_path):
+    module = make_module(Traced, engine=LeavingFactory(max_num_seqs=32))
+    assert isinstance(module, Traced)
+    trainer = make_trainer(tmp_path, epochs=4, callbacks=[SamplerFeedback(), EngineRefresh(), InterruptCheckpoint()])
+    with pytest.raises(EngineUnavailableError):
+        trainer.fit(module, make_data())
+    resumed = fit(tmp_path / "resumed", 4, resume=tmp_path / "interrupted.ckpt")
+    whole = fit(tmp_path / "whole", 4)
+    assert (len(module.trace), resumed.trace[0][0]) == (2, 2)
+    assert_same_run(whole, module, resumed)

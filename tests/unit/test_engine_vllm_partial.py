@@ -126,7 +126,7 @@ def test_answers_that_bring_nothing_end_the_call(start: Start, reason: str | Non
 def test_a_server_that_does_not_go_on_after_a_cut_is_asked_again_or_lost(start: Start) -> None:
     peer = holding(start())
     engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
-    refusals = [503] * 3  # as often as the cut asks
+    refusals = [503] * 2  # in the cut, and once more
     peer.before = lambda route: (refusals.pop(), {}) if route == "/resume" and refusals else None
     assert len(engine.generate_some(prompts(0), PARAMS, seed=0)) >= 2
     assert not peer.paused
@@ -355,7 +355,8 @@ def test_the_batch_says_which_weights_drew_each_token_and_old_ones_are_refused(s
     reward = RewardSum([RewardTerm(SecondIsRight(), "right")])
     options: dict[str, Any] = {"decode": str, "budget": UniformBudget(2), "pad_token_id": 0, "seed": 1}
     first = collect(engine, prompts(0), PARAMS, reward, oldest_version=4, **options)
-    assert "rollout/token_lag" not in rollout_metrics(first)
+    none = rollout_metrics(first)["rollout/token_lag"]  # a logger repeats what was said last
+    assert (float(none.total), bool(none.count > 0)) == (0.0, True)
     renew(engine, 5)
     second = collect(engine, prompts(10, 1), PARAMS, reward, oldest_version=4, **options)
     batch = second.batch

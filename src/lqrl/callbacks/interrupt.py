@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lqrl.callbacks.run_folder import checkpoint_folder, keeps_files, last_checkpoint, resume_command
+from lqrl.engines.base import EngineUnavailableError, RefreshError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,6 +22,7 @@ class InterruptCheckpoint(Checkpoint):
 
     An iteration is saved whole: a checkpoint in the middle of one would have drawn prompts that were never learned.
     A run that is stopped at once says what it can be resumed from, and a dry run (``fast_dev_run``) saves nothing.
+    A refresh that fails after an iteration was learned ends the run with that checkpoint, too.
     (A `Checkpoint` by class so that Lightning runs it after all other callbacks of the iteration.)
     """
 
@@ -45,14 +47,14 @@ class InterruptCheckpoint(Checkpoint):
         self._save(trainer)
         raise KeyboardInterrupt
 
-    def _save(self, trainer: L.Trainer) -> None:
+    def _save(self, trainer: L.Trainer, when: str = "Resume with") -> None:
         self._told = True
         if not keeps_files(trainer):
             rank_zero_info("Stopped after a whole iteration of a dry run (fast_dev_run): nothing is saved.")
             return
         path = checkpoint_folder(trainer) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
-        rank_zero_info(f"Stopped after a whole iteration. Resume with:\n  {resume_command(trainer, path)}")
+        rank_zero_info(f"Stopped after a whole iteration. {when}:\n  {resume_command(trainer, path)}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A signal after the last iteration: nothing is left to stop, but the promise to save holds."""
@@ -64,8 +66,12 @@ class InterruptCheckpoint(Checkpoint):
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stop listening; after Ctrl-C, say what there is to go on from."""
+        """Stop listening; after Ctrl-C, say what there is to go on from; after a failed refresh, save it."""
         self._restore()
+        failed = isinstance(exception, (RefreshError, EngineUnavailableError))
+        # Other ranks may not have failed, and would not take part.
+        if failed and not self._told and trainer.world_size == 1 and _has_learned(trainer):
+            self._save(trainer, "The rollout engine has failed; when it is there again, resume with")
         if isinstance(exception, KeyboardInterrupt) and not self._told:
             self._told = True
             rank_zero_info(what_is_left(trainer))
@@ -87,6 +93,12 @@ class InterruptCheckpoint(Checkpoint):
             self._listens = False
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
+
+
+def _has_learned(trainer: L.Trainer) -> bool:
+    """Whether an iteration has been learned and has not ended: a checkpoint goes on with the next."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    return progress.completed < progress.processed == progress.ready
 
 
 def what_is_left(trainer: L.Trainer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,10 @@ def build_engine(module: PolicyModule, device: torch.device) -> RolloutEngine:
             f"the engine ends rollouts whose first tokens are up to {lag} versions old (partial.max_lag), and "
             f"max_staleness is {allowed}; set model.init_args.max_staleness: {lag}"
         )
+    name, started = type(module.engine_factory).__name__, time.monotonic()
+    rank_zero_info(f"the rollout engine starts ({name})")
     engine = module.engine_factory(engine_spec(module, device))
+    rank_zero_info(f"the rollout engine is there, after {time.monotonic() - started:.0f} s")
     changed = _follow(module, module.scorer, engine)
     if changed:
         rank_zero_info(f"{changed} modules of the policy round where the engine does: {engine.arithmetic}")

@@ -14,8 +14,8 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
     Returns:
         ``rollout/reward``, ``rollout/accuracy``, ``rollout/reward_<term>`` (each a mean over rows), ``rollout/length``,
         ``rollout/truncated_fraction``, ``rollout/equal_reward_fraction`` (groups generated without a signal),
-        ``rollout/rounds`` and, where a completion was continued under newer weights, ``rollout/token_lag``: versions
-        between a token and the newest of the batch.
+        ``rollout/rounds`` and, where versions of tokens are known, ``rollout/token_lag``: those between a token and the
+        newest of the batch. It is 0 without partial rollouts, and said then too: a logger repeats what was said last.
     """
     batch = rollouts.batch
     mean = lambda x: Ratio(x.double().nansum(), (~x.isnan()).sum().double())  # noqa: E731 - unscored rows do not count
@@ -25,7 +25,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, Ratio]:
         "rollout/length": mean(batch.lengths.float()),
         "rollout/truncated_fraction": mean(batch.truncated.float()),
     }
-    if batch.token_versions is not None and any(c.token_versions is not None for g in rollouts.groups for c in g):
+    if batch.token_versions is not None:
         versions = batch.token_versions[batch.completion_mask]
         metrics["rollout/token_lag"] = mean((versions.max() - versions).float())
     for k, name in enumerate(batch.term_names):
