@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from typing import Any
 
 from lqrl.engines.base import EngineUnavailableError
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
+
+_LOGGER = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 _EXTENSION = "lqrl.engines.vllm.worker.ServedWorker"
@@ -67,6 +70,7 @@ class ServerProcess:
     def __init__(self, arguments: Mapping[str, Any], log: Path, cards: str | None = None) -> None:
         self._arguments, self._log, self._cards = arguments, log, cards
         self._log_start = 0  # what is before comes from an earlier start
+        self._no_start = ""  # why there is no process
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
@@ -76,25 +80,38 @@ class ServerProcess:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start it, after stopping what is left of it."""
+        """Start it, after stopping what is left of it; on another port where its own has been taken meanwhile.
+
+        What keeps it from starting is what `wait` raises.
+        """
         self.stop()
+        if not _is_free(self.port):
+            self.port = free_port()
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+        if key := environment.get("VLLM_API_KEY"):
+            environment["VLLM_API_KEY"] = key.strip()  # as it is sent
         if self._cards is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._cards
         # A training process that is itself part of a torch.distributed run must not make the server part of it.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         flags = command_line({**self._arguments, "host": HOST, "port": self.port, "worker_extension_cls": _EXTENSION})
-        with self._log.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lqrl.engines.vllm.keeper", *flags],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        self._no_start = ""
+        try:
+            with self._log.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lqrl.engines.vllm.keeper", *flags],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._no_start = str(error)
+            return
+        _LOGGER.info("starting a vLLM server at %s; it logs to %s", self.url, self._log)
 
     @property
     def ended(self) -> bool:
@@ -122,6 +139,8 @@ class ServerProcess:
             EngineUnavailableError: when it ends before, or is not ready in time; with the first error of its log, which
                 is kept.
         """
+        if self._no_start:
+            raise EngineUnavailableError(f"the vLLM server on port {self.port} cannot be started: {self._no_start}")
         while not self._answers():
             if self.ended:
                 raise self._failure(f"the vLLM server on port {self.port} ended while it started")
@@ -130,10 +149,14 @@ class ServerProcess:
             time.sleep(0.2)
 
     def _failure(self, what: str) -> EngineUnavailableError:
+        said = self._log.read_bytes()[self._log_start :].decode("utf-8", "replace")
         kept = self._log.parent.with_name(f"{self._log.parent.name}-{self._log.name}")
-        shutil.copyfile(self._log, kept)  # the directory goes with the engine
-        said = kept.read_bytes()[self._log_start :].decode("utf-8", "replace")
-        return EngineUnavailableError("\n".join([f"{what}; its log is {kept}:", *first_error(said)]))
+        try:
+            shutil.copyfile(self._log, kept)  # the directory goes with the engine
+            where = f"its log is {kept}"
+        except OSError as error:
+            where = f"its log could not be kept ({error})"
+        return EngineUnavailableError("\n".join([f"{what}; {where}:", *first_error(said)]))
 
     def _answers(self) -> bool:
         try:
@@ -157,6 +180,16 @@ class ServerProcess:
         process.wait()
         if process.stdin is not None:
             process.stdin.close()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended take no port
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:
