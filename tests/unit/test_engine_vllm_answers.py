@@ -49,8 +49,6 @@ def answer(**changes: Any) -> dict[str, Any]:
 def test_an_answer_is_read() -> None:
     said = generated(answer(), BODY, VOCABULARY)
     assert (said.token_ids, said.logprobs, said.log_mass, said.finish_reason) == ([9, 2], [-0.5, -1.25], None, "stop")
-    clamped = generated(answer(logprobs={"token_logprobs": [-9999.0, None]}), BODY, VOCABULARY).logprobs
-    assert all(math.isnan(value) for value in clamped)
     assert generated(answer(logprobs={"token_logprobs": [1e-6, 0]}), BODY, VOCABULARY).logprobs == [1e-6, 0.0]
 
 
@@ -64,7 +62,13 @@ def test_an_answer_is_read() -> None:
         (answer(logprobs={"token_logprobs": ["-0.5", -1]}), "'-0.5' as a log-prob"),
         (answer(logprobs={"token_logprobs": [-0.5, 1.5]}), "1.5 as a log-prob"),
         (answer(logprobs={"token_logprobs": [-0.5, math.inf]}), "inf as a log-prob"),
+        (answer(logprobs={"token_logprobs": [-0.5, None]}), "NaN or missing"),
+        (answer(logprobs={"token_logprobs": [-9999.0, -1]}), "NaN or missing"),
+        (answer(logprobs={"token_logprobs": [-0.5, math.nan]}), "NaN or missing"),
+        (answer(logprobs={"token_logprobs": [-0.5]}), "2 tokens and 1 log-probs"),
         (answer(finish_reason=7), "'finish_reason' is no str or null"),
+        (answer(finish_reason="error"), "ended a sample with 'error' after 2 of 3 tokens"),
+        (answer(finish_reason="length"), "ended a sample with 'length' after 2 of 3 tokens"),
         (answer(token_ids=[9, 64]), r"token ids \[64\], of a vocabulary of 64"),
         (answer(token_ids=[-1, 2]), r"token ids \[-1\]"),
         (answer(token_ids=[9, 2.0]), r"token ids \[2.0\]"),

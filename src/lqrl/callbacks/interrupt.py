@@ -97,7 +97,7 @@ class InterruptCheckpoint(Checkpoint):
 
 def _has_learned(trainer: L.Trainer) -> bool:
     """Whether an iteration has been learned and has not ended: a checkpoint goes on with the next."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return progress.completed < progress.processed == progress.ready
 
 

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any
 
 from lqrl.engines.vllm.peer import AnswerError, fields
-from lqrl.engines.vllm.requests import CUT, Generated
+from lqrl.engines.vllm.requests import CUT, ENDS, Generated
 
 ROUTE = "/v1/completions"
 
@@ -64,7 +64,14 @@ def generated(answer: Any, body: Mapping[str, Any], vocabulary: int) -> Generate
     if strange := [each for each in tokens if type(each) is not int or not 0 <= each < vocabulary]:
         raise AnswerError(f"{ROUTE} answered with token ids {strange[:3]}, of a vocabulary of {vocabulary}")
     said = fields(choice["logprobs"], _LOGPROBS, {"token_logprobs": (list,)})["token_logprobs"]
-    return Generated(tokens, [_logprob(value) for value in said], None, choice["finish_reason"])
+    logprobs, reason = _numbers(said), choice["finish_reason"]
+    if reason not in (*ENDS, CUT) or (reason == "length" and len(tokens) < body["max_tokens"]):
+        raise AnswerError(
+            f"{ROUTE} ended a sample with {reason!r} after {len(tokens)} of {body['max_tokens']} tokens; see its log"
+        )
+    if not tokens or len(logprobs) != len(tokens):
+        raise AnswerError(f"{ROUTE} answered with {len(tokens)} tokens and {len(logprobs)} log-probs")
+    return Generated(tokens, logprobs, None, reason)
 
 
 def prompt_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
@@ -81,7 +88,7 @@ def prompt_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
         fields(each, _LOGPROBS, {str(token): (dict,)})[str(token)]
         for each, token in zip(said[1:], tokens[1:], strict=True)
     ]
-    return [_logprob(each.get("logprob")) for each in found]
+    return _numbers([each.get("logprob") for each in found])
 
 
 def top_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
@@ -91,7 +98,10 @@ def top_logprobs(answer: Any, body: Mapping[str, Any]) -> list[float]:
         AnswerError: as `generated`.
     """
     said = fields(_choice(answer, body, {"logprobs": (dict,)})["logprobs"], _LOGPROBS, {"top_logprobs": (list,)})
-    return [_logprob(value) for each in said["top_logprobs"] for value in fields(each, _LOGPROBS, {}).values()]
+    found = [_logprob(value) for each in said["top_logprobs"] for value in fields(each, _LOGPROBS, {}).values()]
+    if not found:
+        raise AnswerError(f"{ROUTE} answered without the log-probs that were asked for")
+    return found
 
 
 def _choice(answer: Any, body: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
@@ -103,6 +113,16 @@ def _choice(answer: Any, body: Mapping[str, Any], kinds: Mapping[str, tuple[type
         read = str(choice["prompt_token_ids"])[:100]
         raise AnswerError(f"{ROUTE} was asked to complete {body['prompt'][:8]}... and completed {read}...")
     return choice
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    """Log-probs that all can have been drawn with."""
+    found = [_logprob(value) for value in values]
+    if any(map(math.isnan, found)):
+        raise AnswerError(
+            f"{ROUTE} answered with a log-prob that is NaN or missing; the weights or an option are broken"
+        )
+    return found
 
 
 def _logprob(value: Any) -> float:
