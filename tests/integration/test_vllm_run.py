@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import os
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import PreTrainedModel
 
 pytest.importorskip("vllm")
 from vllm_models import DEVICE, KV_BYTES, LOW_BIT_DTYPE
@@ -21,50 +19,24 @@ from vllm_models import DEVICE, KV_BYTES, LOW_BIT_DTYPE
 from lqrl.cli import run
 from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
-from lqrl.modeling.sources import load_tokenizer, resolve_source
+from lqrl.modeling.sources import resolve_source
 
 pytestmark = pytest.mark.vllm
 
 POLICY = "asset:countdown_policy"
 
 
-@torch.no_grad()
-def widened(policy: PreTrainedModel) -> PreTrainedModel:
-    """The same function with heads twice as wide, half of them zeros.
-
-    Rotary pair i of 8 turns with theta ** -(i / 8), which is that of pair 2 i of 16. A norm over twice the width, half
-    of it zeros, gives values sqrt(2) times as large; scores are divided by sqrt(32) instead of sqrt(16).
-    """
-    config = copy.deepcopy(policy.config)
-    old, config.head_dim = config.head_dim, 2 * config.head_dim
-    place = torch.cat([torch.arange(0, old, 2), torch.arange(old, 2 * old, 2)])
-    wider = load_model(config, dtype=torch.float32, seed=0)
-    for (name, target), source in zip(wider.named_parameters(), policy.parameters(), strict=True):
-        last = name.split(".")[-2]
-        if last in ("q_proj", "k_proj", "v_proj"):
-            target.zero_().unflatten(0, (-1, 2 * old))[:, place] = source.unflatten(0, (-1, old))
-        elif last == "o_proj":
-            target.zero_().unflatten(1, (-1, 2 * old))[:, :, place] = source.unflatten(1, (-1, old))
-        elif last in ("q_norm", "k_norm"):
-            target[place] = source * (1 if last == "q_norm" else 0.5**0.5)
-        else:
-            target.copy_(source)
-    return wider
-
-
 @pytest.fixture(scope="module")
 def wider(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The shipped policy for vLLM's CPU attention, which has no heads of 16."""
     folder = tmp_path_factory.mktemp("policy")
-    policy = load_model(resolve_source(POLICY), dtype=torch.float32).eval()
-    wide = widened(policy).eval()
+    subprocess.run([sys.executable, "examples/widen_policy.py", str(folder)], check=True)
+    policy, wide = (load_model(resolve_source(path), dtype=torch.float32).eval() for path in (POLICY, str(folder)))
     ids = torch.arange(4, 30)[None]
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
         a, b = (Scorer(model, 1.0, torch.float32).score(ids, mask) for model in (policy, wide))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
-    wide.save_pretrained(folder)
-    load_tokenizer(POLICY).save_pretrained(folder)
     return str(folder)
 
 
