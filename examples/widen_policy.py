@@ -2,7 +2,7 @@
 
     python examples/widen_policy.py models/countdown
     lqrl fit --config configs/quickstart.yaml --model.init_args.model models/countdown \
-        --data.init_args.tokenizer models/countdown --model.init_args.engine lqrl.engines.vllm.VLLMEngineFactory
+        --model.init_args.engine lqrl.engines.vllm.VLLMEngineFactory
 """
 
 from __future__ import annotations

@@ -26,8 +26,14 @@ class VLLMServerEngineFactory(EngineFactory):
         cards: ``CUDA_VISIBLE_DEVICES`` of each of them, such as ``["1", "2,3"]``; several cards share a model by
             tensor parallelism. Empty: each sees what this process sees.
         max_num_seqs: most samples that one replica has at a time.
-        gpu_memory_utilization, kv_cache_bytes, engine_args: as in `VLLMEngineFactory`, for each server that is started.
-        count_changes, fp32_head, allow_untested_version: as in `VLLMEngineFactory`.
+        gpu_memory_utilization: a started server's share of its GPU's memory. ``None`` is vLLM's default.
+        kv_cache_bytes: bytes of a started server's key/value cache. ``None`` is what ``gpu_memory_utilization`` leaves;
+            on the CPU 1 GiB.
+        count_changes: report which shares of elements and codes changed since the last refresh. Costs a second copy of
+            all that is sent, on its device; without it both are NaN.
+        fp32_head: compute the logits in fp32, as the learner does; servers that run already need it, too.
+        engine_args: further arguments of the started servers, by their names in ``vllm.LLM``.
+        allow_untested_version: take a vLLM outside of the tested range.
         stream_refresh: load each layer as it comes, so that the learner has one layer of what is sent in main memory at
             once, and ``transfer_directory`` two. Otherwise nothing is loaded before all is there and checked; either
             way the engine refuses after a faulty stream.
