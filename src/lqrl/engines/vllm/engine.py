@@ -165,7 +165,10 @@ class VLLMEngine(GuardedEngine):
             tokens = [each for theirs in everyone for each in theirs]
             asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 0}
             outputs = self._ranks.own(self._run(tokens, [asked] * len(tokens)), [len(theirs) for theirs in everyone])
-        return [torch.tensor([0.0, *output.prompt_logprobs.logprobs]) for output in outputs]
+        scored = [torch.tensor([0.0, *output.prompt_logprobs.logprobs]) for output in outputs]
+        if any(bool(each.isnan().any()) for each in scored):
+            raise RuntimeError("vLLM gave NaN log-probs of given tokens; the weights or an engine option are broken")
+        return scored
 
     def _draw(self, drawn: Sequence[Sample], params: SamplingParams) -> list[Generated]:
         everyone: list[tuple[Sequence[Sample], SamplingParams]] = self._meet((drawn, params))
