@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from typing import Any, Protocol
@@ -202,6 +203,28 @@ def _started(
 def _cut_all(servers: Sequence[Server], work: _Work) -> None:
     """Once more every time: a request may reach its server when that has been told."""
     left = [server for i, server in enumerate(servers) if i not in work.shares.lost]
-    with ThreadPoolExecutor(max(1, len(left)), "lqrl-cut") as pool:
-        for each in [pool.submit(server.cut) for server in left]:
+    futures: list[Future[None]] = []
+    with ThreadPoolExecutor(max(1, len(left)), "lqrl-cut") as pool, ending(left, futures):
+        for server in left:
+            futures.append(pool.submit(server.cut))
+        for each in futures:
             each.result()
+
+
+@contextmanager
+def ending(servers: Collection[Server], futures: Collection[Future[Any]]) -> Iterator[None]:
+    """Around what waits for threads that ask: an error in it, an interrupt first of all, does not wait for answers.
+
+    Args:
+        servers: that are asked.
+        futures: of the threads.
+    """
+    try:
+        yield
+    except BaseException:
+        while True:
+            for server in servers:  # once more every time: a thread may have been between two requests
+                server.interrupt()
+            if not wait(futures, _LOOK_S).not_done:
+                break
+        raise

@@ -7,7 +7,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -17,9 +18,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lqrl.engines.base import EngineUnavailableError, RefreshError
-from lqrl.engines.vllm.dispatch import share
+from lqrl.engines.vllm.dispatch import ending, share
 from lqrl.engines.vllm.parts import ReadersEnded
-from lqrl.engines.vllm.peer import AnswerError, PeerLost, PeerRefusal
+from lqrl.engines.vllm.peer import BRIEF_S, AnswerError, PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
 from lqrl.engines.vllm.transfer import Route, under_way
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEW = "it was not asked yet"
+_CLOSED = "the engine was closed by another thread; build a new one"
 
 
 class ReplicasLostError(EngineUnavailableError):
@@ -50,6 +52,7 @@ class Fleet:
         self.lost: dict[Replica, str] = {}
         self._check: Callable[[Mapping[str, Any]], None] = lambda facts: None
         self._start_timeout_s = start_timeout_s
+        self._closed = False
 
     def add(self, replicas: Sequence[Replica], check: Callable[[Mapping[str, Any]], None]) -> None:
         """Take in replicas, which are lost until `revive` finds them.
@@ -71,6 +74,8 @@ class Fleet:
         return "; ".join(f"{replica.url}: {reason}" for replica, reason in self.lost.items())
 
     def _lose(self, replica: Replica, reason: str, redone: int) -> None:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         self.lost[replica] = reason
         left = len(self.serving)
         warnings.warn(
@@ -88,10 +93,13 @@ class Fleet:
         of this machine that do not are started anew. One that comes back has no weights. One that does not stays lost,
         with a new reason.
         """
-        for replica in self.serving:
-            if fault := self._fault(replica):
-                self._lose(replica, fault, 0)
-        starting = [replica for replica in self.lost.copy() if not self._answers(replica) and replica.start()]
+        for replica, fault in self._faults().items():
+            if replica not in self.lost:
+                if fault:
+                    self._lose(replica, fault, 0)
+            else:
+                self._found(replica, fault)
+        starting = [replica for replica in self.lost if not self._closed and replica.start()]
         deadline = time.monotonic() + self._start_timeout_s
         for replica in starting:
             try:
@@ -99,39 +107,58 @@ class Fleet:
             except RuntimeError as error:
                 self.lost[replica] = str(error)
             else:
-                self._answers(replica)
+                self._found(replica, self._fault(replica, brief=False))
         for replica, reason in self.lost.items():
             log.warning("replica %s is lost: %s", replica.url, reason)
 
-    def _fault(self, replica: Replica) -> str:
+    def _faults(self) -> dict[Replica, str]:
+        """What `_fault` says of each; they are asked at the same time."""
+        futures: list[Future[str]] = []
+        with ThreadPoolExecutor(len(self.replicas), "lqrl-look") as pool, ending(self.replicas, futures):
+            for replica in self.replicas:
+                brief = self.lost.get(replica, _NEW) != _NEW  # what was gone need not be waited for again
+                futures.append(pool.submit(self._fault, replica, brief=brief))
+            return {replica: future.result() for replica, future in zip(self.replicas, futures, strict=True)}
+
+    def _fault(self, replica: Replica, *, brief: bool) -> str:
         """Why it cannot be used as it is; nothing when it can."""
-        attempts = None if self.lost.get(replica, _NEW) == _NEW else 1  # what was gone need not be waited for again
+        if (replica in self.lost or replica.broken) and not replica.usable():
+            return self.lost.get(replica, "a load that was interrupted left it broken")
         try:
-            self._check(replica.facts(attempts))
+            with replica.peer.briefly() if brief else nullcontext():
+                self._check(replica.facts())
         except (ValueError, RuntimeError) as error:
             return str(error)
         return ""
 
-    def _answers(self, replica: Replica) -> bool:
-        """Whether a lost replica can be used as it is; it is lost no longer then."""
-        if not replica.usable():
-            return False
-        if fault := self._fault(replica):
+    def _found(self, replica: Replica, fault: str) -> None:
+        """Note what became of a lost replica; without a fault it is lost no longer."""
+        if fault:
             self.lost[replica] = fault
-            return False
-        if self.lost.pop(replica) == _NEW:
+        elif self.lost.pop(replica) == _NEW:
             log.info("replica %s answers", replica.url)
         else:
             log.warning(
                 "replica %s is back; %d of %d replicas serve", replica.url, len(self.serving), len(self.replicas)
             )
-        return True
+
+    def interrupt(self) -> None:
+        """Have a call of another thread fail, since the engine is being closed: what it asks now is cut off."""
+        self._closed = True
+        for replica in self.replicas:
+            replica.interrupt()
 
     def close(self) -> None:
-        """Stop the servers that were started here."""
+        """Stop the servers that were started here; others go on, also where a call that failed left them paused."""
+        self._closed = True
         for replica in self.replicas:
             replica.stop()
             self.lost[replica] = "it is closed"
+        deadline = time.monotonic() + BRIEF_S
+        for replica in self.replicas:  # in turn: threads cannot be started when the process ends
+            if time.monotonic() < deadline:
+                with suppress(RuntimeError), replica.peer.briefly():
+                    replica.go_on()
 
     # ---------------------------------------------------------------- generation
 
@@ -220,7 +247,7 @@ class Fleet:
             with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=route.directory) as name:
                 directory = Path(name)
                 with under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send:
-                    loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
+                    loaded = self._all("refresh", partial(_load, directory=directory, probe=probe), send)
         except (OSError, SafetensorError) as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
@@ -248,23 +275,27 @@ class Fleet:
             except RuntimeError as error:
                 return error
 
-        stopped: BaseException | None = None
-        with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool:
-            futures = {replica: pool.submit(attempt, replica) for replica in serving}
-            first: list[Replica] = []  # that ended, while there was still something to send
+        stopped: Exception | None = None
+        first: list[Replica] = []  # that ended, while there was still something to send
+        futures: list[Future[T | Exception]] = []
 
-            def ended() -> bool:
-                first[:] = [replica for replica, future in futures.items() if future.done()]
-                return bool(first)
+        def ended() -> bool:
+            first[:] = [replica for replica, future in zip(serving, futures, strict=True) if future.done()]
+            return bool(first)
 
+        with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool, ending(serving, futures):
+            for replica in serving:
+                futures.append(pool.submit(attempt, replica))
             try:
                 if send is not None:
                     send(ended=ended)
             except ReadersEnded:
                 pass  # the reader's own words are in its outcome
-            except BaseException as error:
+            except Exception as error:
                 stopped = error
-            outcomes = [future.result() for future in futures.values()]
+            outcomes = [future.result() for future in futures]
+        if self._closed:
+            raise RefreshError(_CLOSED)
         failures = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, Exception)}
         for replica, failure in failures.items():
             if isinstance(failure, PeerLost) or replica.broken:
@@ -279,6 +310,11 @@ class Fleet:
             raised = ReplicasGoneError if gone else RefreshError
             raise raised(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
         return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+
+
+def _load(replica: Replica, directory: Path, probe: Sequence[int]) -> Loaded:
+    replica.paused = True  # until it has loaded them; where that fails, until it is closed
+    return replica.load(directory, probe)
 
 
 def _with(due: Callable[[Mapping[int, Any]], bool], earlier: dict[int, Any], new: Mapping[int, Any]) -> bool:

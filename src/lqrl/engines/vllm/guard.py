@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import wraps
+from threading import RLock
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +22,39 @@ from lqrl.types import Completion, Prompt, RefreshReport, SamplingParams
 
 PROBE_LOGPROBS = 5
 """Most likely tokens, whose log-probs are part of a refresh's digest."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound="GuardedEngine")
+
+
+def alone(call: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """Have a method of a `GuardedEngine` refuse to run beside one of another thread: they would mix their weights.
+
+    It may call others of its engine.
+
+    Args:
+        call: the method.
+
+    Returns:
+        It, which raises `RuntimeError` then.
+    """
+
+    @wraps(call)
+    def guarded(engine: E, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not engine._turn.acquire(blocking=False):
+            raise RuntimeError(
+                f"{call.__name__} was called while {engine._running} runs in another thread; wait for that one, or "
+                "build an engine for each thread"
+            )
+        before, engine._running = engine._running, call.__name__
+        try:
+            return call(engine, *args, **kwargs)
+        finally:
+            engine._running = before
+            engine._turn.release()
+
+    return guarded
 
 
 class Loaded(NamedTuple):
@@ -53,6 +88,8 @@ class GuardedEngine(RolloutEngine):
         self._writes = False  # this refresh checks and counts what it is sent while it writes it
         self._sent: dict[str, Tensor] = {}
         self._stats = EngineStats()
+        self._turn = RLock()  # of the thread whose call runs
+        self._running = "a call"
 
     @property
     def stats(self) -> EngineStats:
@@ -66,13 +103,14 @@ class GuardedEngine(RolloutEngine):
 
     # ---------------------------------------------------------------- generation
 
+    @alone
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int) -> list[list[Completion]]:
         """Draw completions; see `RolloutEngine.generate`.
 
         Raises:
             StaleEngineError: without good weights.
             ValueError: see `lqrl.engines.vllm.requests.check_prompts`; or for truncation that is not to be had.
-            RuntimeError: after `close`, or when vLLM fails.
+            RuntimeError: after `close`, when vLLM fails, or while a call of another thread runs.
         """
         self._check_ready()
         self._check_truncation(params)
@@ -109,6 +147,7 @@ class GuardedEngine(RolloutEngine):
 
     # ---------------------------------------------------------------- refresh
 
+    @alone
     def update_weights(
         self, weights: NamedTensors, *, policy_version: int, frozen: Digests | None = None
     ) -> RefreshReport:
@@ -117,6 +156,7 @@ class GuardedEngine(RolloutEngine):
         Raises:
             RefreshError: see there; the engine refuses to generate until a refresh succeeds. Also for ``frozen``
                 tensors that cannot stay while others are loaded: vLLM loads whole layers.
+            RuntimeError: while a call of another thread runs; nothing has changed then.
         """
         started = time.perf_counter()
         self._intact = self.policy_version >= 0

@@ -10,12 +10,16 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Event, Lock
+from threading import Event, Lock, local
 from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
+BRIEF_S = 10.0
+"""Seconds that `Peer.briefly` waits at most."""
+
 _WITHOUT_KEY = (401, 403)
+_BUSY = (408, 429)  # a proxy's timeout, a limit of a rate
 
 
 class PeerLost(RuntimeError):
@@ -104,6 +108,10 @@ class Patience:
     backoff_s: float = 0.5
 
 
+class _OfThread(local):
+    patience: Patience | None = None  # instead of the server's
+
+
 class Peer:
     """One server. Threads may ask it at the same time; each request has a connection of its own.
 
@@ -123,6 +131,8 @@ class Peer:
         self._host = self._parts.hostname or ""
         self._port = self._parts.port or (443 if self._parts.scheme == "https" else 80)
         self._open: set[socket.socket] = set()
+        self._asking: set[Event] = set()  # one for each request, set when it is interrupted
+        self._own = _OfThread()
         self._lock = Lock()
 
     def get(self, path: str, *, attempts: int | None = None) -> Any:
@@ -136,38 +146,60 @@ class Peer:
             path: route, its query included.
             body: what is sent as JSON.
             attempts: instead of those of `Patience`.
-            give_up: ends the pauses between attempts.
+            give_up: when it is set nothing is sent any more; `interrupt` ends what is under way.
 
         Raises:
-            PeerLost: on a connection that fails or is cut, no answer in time, one that is no JSON, or a status from 500
-                on, in every attempt.
-            PeerRefusal: on a status from 400 to 499.
+            PeerLost: on a connection that fails or is cut, no answer in time, one that is no JSON, or a status of 408,
+                429 or from 500 on, in every attempt.
+            PeerRefusal: on any other status that is not of success, a redirection included.
         """
         return self._ask("POST", path, body, attempts, give_up)
 
+    @contextmanager
+    def briefly(self) -> Iterator[None]:
+        """In the block this thread's requests are sent once, and waited for `BRIEF_S` at most."""
+        before = self._own.patience
+        self._own.patience = Patience(min(self.patience.timeout_s, BRIEF_S), 1, 0)
+        try:
+            yield
+        finally:
+            self._own.patience = before
+
     def interrupt(self) -> None:
-        """Cut all connections, those that are being made included; their requests then fail."""
+        """Cut all connections, those that are being made included; their requests fail, and are not sent again."""
         with self._lock:
+            for each in self._asking:
+                each.set()
             for connection in self._open:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: Any, attempts: int | None, give_up: Event | None) -> Any:
-        give_up, attempts = give_up or Event(), attempts or self.patience.attempts
+        patience, stop = self._own.patience or self.patience, Event()
+
+        def over() -> bool:
+            return stop.is_set() or (give_up is not None and give_up.is_set())
+
         fault, sent = "it was not asked", 0
-        for attempt in range(attempts):
-            if attempt and (self._gone() or give_up.wait(self.patience.backoff_s * 2 ** (attempt - 1))):
-                break
-            if give_up.is_set():
-                break
-            try:
-                sent += 1
-                return self._once(method, path, body, give_up)
-            except _Passing as error:
-                fault = str(error)
+        with self._lock:
+            self._asking.add(stop)
+        try:
+            for attempt in range(attempts or patience.attempts):
+                if attempt and (self._gone() or stop.wait(patience.backoff_s * 2 ** (attempt - 1))):
+                    break
+                if over():
+                    break
+                try:
+                    sent += 1
+                    return self._once(method, path, body, over, patience.timeout_s)
+                except _Passing as error:
+                    fault = str(error)
+        finally:
+            with self._lock:
+                self._asking.remove(stop)
         raise PeerLost(f"{path} failed in {sent} attempts: {fault}")
 
-    def _once(self, method: str, path: str, body: Any, give_up: Event) -> Any:
+    def _once(self, method: str, path: str, body: Any, over: Callable[[], bool], timeout_s: float) -> Any:
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -175,7 +207,7 @@ class Peer:
             headers["Authorization"] = f"Bearer {key}"
         payload = None if body is None else json.dumps(body, allow_nan=False)
         try:
-            with self._connected(give_up) as connection:
+            with self._connected(over, timeout_s) as connection:
                 connection.request(method, self._parts.path + path, payload, headers)
                 response = connection.getresponse()
                 status, answer = response.status, response.read()
@@ -184,11 +216,11 @@ class Peer:
         return self._judged(path, status, answer)
 
     @contextmanager
-    def _connected(self, give_up: Event) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self, over: Callable[[], bool], timeout_s: float) -> Iterator[http.client.HTTPConnection]:
         connection = http.client.HTTPConnection(self._host, self._port)
         made: list[socket.socket] = []
         try:
-            connection.sock = self._dialled(made, give_up)
+            connection.sock = self._dialled(made, over, timeout_s)
             yield connection
         finally:
             connection.close()
@@ -197,7 +229,7 @@ class Peer:
             for each in made:
                 each.close()
 
-    def _dialled(self, made: list[socket.socket], give_up: Event) -> socket.socket:
+    def _dialled(self, made: list[socket.socket], over: Callable[[], bool], timeout_s: float) -> socket.socket:
         """An open socket; those that are made on the way are put into ``made``, and known to `interrupt` at once."""
 
         def known(each: socket.socket) -> socket.socket:
@@ -209,8 +241,8 @@ class Peer:
         failure = OSError("its name has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
             dialled = known(socket.socket(family, kind, protocol))
-            dialled.settimeout(self.patience.timeout_s)
-            if give_up.is_set():  # an interrupt may have come before it was known
+            dialled.settimeout(timeout_s)
+            if over():  # an interrupt may have come before it was known
                 raise ConnectionAbortedError("no answer is wanted any more")
             try:
                 dialled.connect(address)
@@ -222,18 +254,22 @@ class Peer:
                 return dialled
             context = ssl.create_default_context()
             wrapped = context.wrap_socket(dialled, server_hostname=self._host, do_handshake_on_connect=False)
-            known(wrapped).settimeout(self.patience.timeout_s)
+            known(wrapped).settimeout(timeout_s)
             wrapped.do_handshake()
             return wrapped
         raise failure
 
     def _judged(self, path: str, status: int, answer: bytes) -> Any:
-        if status >= 400:
+        if not 200 <= status < 300:
             said = answer.decode("utf-8", "replace")[:500]
-            if status >= 500:
+            if status >= 500 or status in _BUSY:
                 raise _Passing(f"status {status}: {said}")
-            key = "; set VLLM_API_KEY to the key that it was started with" if status in _WITHOUT_KEY else ""
-            raise PeerRefusal(f"{path} was refused with status {status}: {said}{key}", status)
+            remedy = ""
+            if status in _WITHOUT_KEY:
+                remedy = "; set VLLM_API_KEY to the key that it was started with"
+            elif status < 400:
+                remedy = "; no vLLM answers so: give the url of the server itself, to which this one may lead"
+            raise PeerRefusal(f"{path} was refused with status {status}: {said}{remedy}", status)
         try:
             return json.loads(answer) if answer else None
         except ValueError as error:

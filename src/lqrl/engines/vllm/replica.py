@@ -84,7 +84,8 @@ class Replica:
             return False
         if self.broken and self._process is None:
             try:
-                self.broken = self.version() == self._mark  # one that was started anew has never had that version
+                with self.peer.briefly():
+                    self.broken = self.version() == self._mark  # one that was started anew has never had that version
             except RuntimeError:
                 return False
         return not self.broken
@@ -112,17 +113,21 @@ class Replica:
         self.peer.interrupt()
 
     def cut(self) -> None:
-        """End what it generates, each request with the tokens it has; one that does not answer ends nothing.
+        """End what it generates, each request with the tokens it has; one that does not answer soon ends nothing.
 
         Raises:
             RuntimeError: when it has no such route; it names the server.
         """
         self.paused = True
         try:
-            with suppress(PeerLost):
-                self.peer.post("/pause?mode=abort", attempts=1)
-            with suppress(PeerLost):  # also when the first answer was lost on its way
-                self.go_on()
+            with self.peer.briefly():  # the others are cut again when this has ended
+                heard = False
+                with suppress(PeerLost):
+                    self.peer.post("/pause?mode=abort")
+                    heard = True
+                with suppress(PeerLost):  # also when the first answer was lost on its way
+                    self.go_on()
+                self.paused = self.paused or not heard  # it may still come to it
         except PeerRefusal as error:
             raise RuntimeError(
                 f"{self.url} does not cut rollouts off ({error}); start it with VLLM_SERVER_DEV_MODE=1, or leave "

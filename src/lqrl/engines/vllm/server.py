@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import struct
 import tempfile
@@ -25,11 +26,11 @@ from lqrl.engines.vllm import wire
 from lqrl.engines.vllm.arguments import engine_arguments
 from lqrl.engines.vllm.connectors import check_caches
 from lqrl.engines.vllm.fleet import Fleet, ReplicasGoneError, ReplicasLostError
-from lqrl.engines.vllm.guard import GuardedEngine, Loaded
+from lqrl.engines.vllm.guard import GuardedEngine, Loaded, alone
 from lqrl.engines.vllm.inspection import Inspection
 from lqrl.engines.vllm.launch import ServerProcess
 from lqrl.engines.vllm.partial import Group, Partial, begun, enough
-from lqrl.engines.vllm.peer import PeerLost
+from lqrl.engines.vllm.peer import BRIEF_S, PeerLost
 from lqrl.engines.vllm.process import check_cpu_attention, check_dtype, check_ranks
 from lqrl.engines.vllm.reload import check_loaded
 from lqrl.engines.vllm.replica import Replica
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LOOK_S = 0.05  # between two looks whether a call has ended
 
 
 class VLLMServerEngine(GuardedEngine):
@@ -75,7 +78,7 @@ class VLLMServerEngine(GuardedEngine):
         self.options = options
         self._directory = Path(tempfile.mkdtemp(prefix="lqrl-vllm-"))
         fleet = Fleet(options.start_timeout_s)
-        self._finalizer = weakref.finalize(self, _retire, fleet, self._directory)
+        self._finalizer = weakref.finalize(self, _retire, fleet, self._directory, os.getpid())
         self._fleet = fleet
         self._version = ""
         self._begun: list[Group] = []
@@ -149,6 +152,7 @@ class VLLMServerEngine(GuardedEngine):
 
     # ---------------------------------------------------------------- generation
 
+    @alone
     def generate_some(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int
     ) -> list[tuple[Prompt, list[Completion]]]:
@@ -225,12 +229,14 @@ class VLLMServerEngine(GuardedEngine):
         """What was begun and cut off; see `RolloutEngine.unfinished`."""
         return [group.plain() for group in self._begun]
 
+    @alone
     def take_up(self, unfinished: Sequence[Mapping[str, Any]]) -> None:
         """Continue what `unfinished` said, in the next call; see `RolloutEngine.take_up`."""
         if self.options.partial is None:
             super().take_up(unfinished)
         self._begun = [Group.of_plain(each) for each in unfinished]
 
+    @alone
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs of given tokens; see `VLLMEngine.score`."""
         self._check_ready()
@@ -301,7 +307,15 @@ class VLLMServerEngine(GuardedEngine):
         return digest
 
     def close(self) -> None:
-        """Stop the servers that were started here; others keep their weights."""
+        """Stop the servers that were started here; others keep their weights. A call of another thread fails."""
+        deadline = time.monotonic() + BRIEF_S
+        self._fleet.interrupt()
+        while not self._turn.acquire(timeout=_LOOK_S):
+            if time.monotonic() > deadline:  # it does something else than to ask servers
+                break
+            self._fleet.interrupt()
+        else:
+            self._turn.release()
         if self._begun:
             log.warning("%d groups of partial rollouts are given up", len(self._begun))
         self._finalizer()
@@ -328,6 +342,8 @@ def _platform(replica: Replica) -> str:
         raise ValueError(f"{replica.url}: {error}") from error
 
 
-def _retire(fleet: Fleet, directory: Path) -> None:
+def _retire(fleet: Fleet, directory: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a child that was forked ends
+        return
     fleet.close()
     shutil.rmtree(directory, ignore_errors=True)
