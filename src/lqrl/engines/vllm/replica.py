@@ -95,6 +95,9 @@ class Replica:
         if self._process is None:
             return False
         self._process.start()
+        if self._process.url != self.url:
+            self.peer = Peer(self._process.url, self.peer.patience, self._ended)
+            self.url = self.peer.url
         self.broken = False
         return True
 
