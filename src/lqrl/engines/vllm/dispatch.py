@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition, Event
+from threading import Condition, Event, Thread
 from typing import Any, Protocol
 
 from lqrl.engines.vllm.peer import PeerLost
@@ -203,28 +203,36 @@ def _started(
 def _cut_all(servers: Sequence[Server], work: _Work) -> None:
     """Once more every time: a request may reach its server when that has been told."""
     left = [server for i, server in enumerate(servers) if i not in work.shares.lost]
-    futures: list[Future[None]] = []
-    with ThreadPoolExecutor(max(1, len(left)), "lqrl-cut") as pool, ending(left, futures):
-        for server in left:
-            futures.append(pool.submit(server.cut))
-        for each in futures:
+    with asking(left, "lqrl-cut") as pool:
+        for each in [pool.submit(server.cut) for server in left]:
             each.result()
 
 
 @contextmanager
-def ending(servers: Collection[Server], futures: Collection[Future[Any]]) -> Iterator[None]:
-    """Around what waits for threads that ask: an error in it, an interrupt first of all, does not wait for answers.
+def asking(servers: Collection[Server], name: str) -> Iterator[ThreadPoolExecutor]:
+    """A thread for each of ``servers``; an error in the block, an interrupt first of all, does not wait for answers.
 
     Args:
-        servers: that are asked.
-        futures: of the threads.
+        servers: that the threads ask.
+        name: of the threads.
     """
-    try:
-        yield
-    except BaseException:
+    over = Event()
+
+    def cut() -> None:
         while True:
             for server in servers:  # once more every time: a thread may have been between two requests
                 server.interrupt()
-            if not wait(futures, _LOOK_S).not_done:
+            if over.wait(_LOOK_S):
                 break
-        raise
+
+    with ThreadPoolExecutor(max(1, len(servers)), name) as pool:
+        try:
+            yield pool
+        except BaseException:
+            # Not by their futures: an interrupt in `submit` loses one.
+            Thread(target=cut, name="lqrl-interrupt", daemon=True).start()
+            try:
+                pool.shutdown(cancel_futures=True)
+            finally:
+                over.set()
+            raise

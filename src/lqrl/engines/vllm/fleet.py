@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lqrl.engines.base import EngineUnavailableError, RefreshError
-from lqrl.engines.vllm.dispatch import ending, share
+from lqrl.engines.vllm.dispatch import asking, share
 from lqrl.engines.vllm.parts import ReadersEnded
 from lqrl.engines.vllm.peer import BRIEF_S, AnswerError, PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
@@ -114,7 +114,7 @@ class Fleet:
     def _faults(self) -> dict[Replica, str]:
         """What `_fault` says of each; they are asked at the same time."""
         futures: list[Future[str]] = []
-        with ThreadPoolExecutor(len(self.replicas), "lqrl-look") as pool, ending(self.replicas, futures):
+        with asking(self.replicas, "lqrl-look") as pool:
             for replica in self.replicas:
                 brief = self.lost.get(replica, _NEW) != _NEW  # what was gone need not be waited for again
                 futures.append(pool.submit(self._fault, replica, brief=brief))
@@ -283,7 +283,7 @@ class Fleet:
             first[:] = [replica for replica, future in zip(serving, futures, strict=True) if future.done()]
             return bool(first)
 
-        with ThreadPoolExecutor(len(serving), "lqrl-refresh") as pool, ending(serving, futures):
+        with asking(serving, "lqrl-refresh") as pool:
             for replica in serving:
                 futures.append(pool.submit(attempt, replica))
             try:
