@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import test_engine_vllm_server
-from test_engine_vllm_server import PROMPTS, drawn, engine_on, refreshed, wanted, weights
+from test_engine_vllm_server import PROMPTS, SPEC, drawn, engine_on, refreshed, wanted, weights
 from vllm_peers import VLLMPeer
 
 from lqrl.engines.base import EngineUnavailableError, RefreshError
+from lqrl.engines.vllm import VLLMServerEngineFactory
 from lqrl.engines.vllm.fleet import ReplicasLostError
 from lqrl.engines.vllm.partial import Partial
-from lqrl.engines.vllm.peer import AnswerError
+from lqrl.engines.vllm.peer import AnswerError, Patience, Peer
 from lqrl.engines.vllm.wire import generated, prompt_logprobs, request_body
 from lqrl.types import SamplingParams
 
@@ -180,3 +181,18 @@ def test_an_api_key_that_has_changed_is_not_taken_for_nan(start: Start, monkeypa
     server.key = "second"
     with pytest.raises(RuntimeError, match=f"^{server.url}: {told}"):
         drawn(engine)
+
+
+def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret\ntwo")
+    with pytest.raises(ValueError, match="VLLM_API_KEY has white space in it") as caught:
+        Peer("http://127.0.0.1:1", Patience())
+    assert "secret" not in str(caught.value)
+
+
+def test_one_server_under_two_names_is_refused(start: Start) -> None:
+    server, other = start(process="a"), start(process="b")
+    engine_on(server, other).close()
+    urls = [server.url, server.url.replace("127.0.0.1", "localhost")]
+    with pytest.raises(ValueError, match=rf"names a server twice: {urls[0]} is also {urls[1]}"):
+        VLLMServerEngineFactory(urls=urls, attempts=1)(SPEC)

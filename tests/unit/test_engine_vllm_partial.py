@@ -182,22 +182,22 @@ def test_what_was_begun_long_ago_is_waited_for(start: Start) -> None:
     assert seen == [{43}, {53}, {40, 41, 42, 63}]
 
 
-def test_what_is_too_old_to_be_continued_is_begun_anew(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """More refreshes have come than may lie between its tokens; it is not cut again."""
+@pytest.mark.parametrize("versions", [(5, 6), (2,)])  # more than may lie between its tokens, or an earlier one
+def test_what_cannot_be_continued_is_begun_anew(start: Start, caplog: Any, versions: tuple[int, ...]) -> None:
     peer = holding(start())
     engine = refreshed(peer, partial=HALF, max_num_seqs=WIDTH)
     engine.generate_some(prompts(0), PARAMS, seed=3)
     late = {(g["prompt"]["id"], draft["index"]): draft for g in engine.unfinished() for draft in g["drafts"]}
     assert any(draft["token_ids"] for draft in late.values())
-    renew(engine, 5)
-    renew(engine, 6)
+    for version in versions:
+        renew(engine, version)
     peer.says = lambda body: body["max_tokens"]
     returned = engine.generate_some(prompts(10), PARAMS, seed=4)
     assert "groups of partial rollouts are begun anew: more than max_lag = 1 versions" in caplog.text
     again = [c for prompt, group in returned for c in group if prompt.id < 10]
     assert {(c.prompt_id, c.sample_index) for c in again} == late.keys()
     for c in again:
-        assert (c.policy_version, c.token_versions) == (6, None)
+        assert (c.policy_version, c.token_versions) == (versions[-1], None)
         assert c.token_ids.tolist() == sampled(late[c.prompt_id, c.sample_index]["seed"], 12)
 
 

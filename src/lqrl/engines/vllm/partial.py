@@ -140,7 +140,7 @@ class Group:
         return all(draft.finish_reason is not None for draft in self.drafts)
 
     def age(self, version: int) -> int:
-        """Versions between its oldest token and weights of ``version``; 0 without tokens."""
+        """Versions between its oldest token and weights of ``version``, which may be earlier; 0 without tokens."""
         return max((version - draft.versions[0] for draft in self.drafts if draft.versions), default=0)
 
     def anew(self) -> Group:

@@ -108,6 +108,10 @@ class Patience:
     backoff_s: float = 0.5
 
 
+def _api_key() -> str:
+    return os.environ.get("VLLM_API_KEY", "").strip()  # of the end of its line
+
+
 class _OfThread(local):
     patience: Patience | None = None  # instead of the server's
 
@@ -121,10 +125,12 @@ class Peer:
         gone: whether it is known to be no more; asked between attempts.
 
     Raises:
-        ValueError: see `checked_url`.
+        ValueError: see `checked_url`; or for an API key that is none.
     """
 
     def __init__(self, url: str, patience: Patience, gone: Callable[[], bool] = lambda: False) -> None:
+        if any(map(str.isspace, _api_key())):
+            raise ValueError("VLLM_API_KEY has white space in it, which no key has; set it to the key alone")
         self.url, self.patience = checked_url(url), patience
         self._gone = gone
         self._parts = urlsplit(self.url)
@@ -203,7 +209,7 @@ class Peer:
         headers = {"Accept": "application/json", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        if key := os.environ.get("VLLM_API_KEY", "").strip():  # of the end of its line
+        if key := _api_key():
             headers["Authorization"] = f"Bearer {key}"
         payload = None if body is None else json.dumps(body, allow_nan=False)
         try:

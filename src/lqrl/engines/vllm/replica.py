@@ -60,6 +60,7 @@ class Replica:
     Attributes:
         broken: a load could not be ended, so that none can follow.
         workers: processes that share its model; known after `facts`.
+        identity: what no other server says of itself; known after `facts`.
         paused: it was cut off, and may not go on yet.
     """
 
@@ -68,7 +69,7 @@ class Replica:
         self.peer = Peer(url, patience, self._ended)
         self.url = self.peer.url
         self.broken = self.paused = False
-        self.workers = 1
+        self.workers, self.identity = 1, ""
         self._connected = False  # it hands caches on to a connector
         self._mark = ""  # its version while it loads, which nobody else gives it
         self._has_version_route = True
@@ -172,6 +173,7 @@ class Replica:
                 "--worker-extension-cls lqrl.engines.vllm.worker.ServedWorker, where lqrl is installed"
             ) from error
         self.workers, self._connected = len(facts), bool(facts[0].get("connected"))
+        self.identity = str(facts[0].get("process", ""))
         return facts[0]
 
     def _facts_of_workers(self, attempts: int | None) -> list[Mapping[str, Any]]:

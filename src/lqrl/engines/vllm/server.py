@@ -87,6 +87,7 @@ class VLLMServerEngine(GuardedEngine):
                 spec, self._gather(spec), count_changes=options.count_changes, streams=options.stream_refresh
             )
             fleet.revive()
+            _check_distinct(fleet.serving)
         except BaseException:
             self._finalizer()
             raise
@@ -194,14 +195,16 @@ class VLLMServerEngine(GuardedEngine):
 
     def _carried(self, ages: Sequence[int], max_lag: int) -> list[Group]:
         """What earlier calls began, anew where it is too old to be continued."""
-        if late := sum(age > max_lag for age in ages):
+        odd = [not 0 <= age <= max_lag for age in ages]
+        if any(odd):
             log.warning(
                 "%d groups of partial rollouts are begun anew: more than max_lag = %d versions have passed since their "
-                "first tokens; call generate_some after every refresh, or raise max_lag",
-                late,
+                "first tokens, or the weights are those of an earlier version; call generate_some after every refresh, "
+                "or raise max_lag",
+                sum(odd),
                 max_lag,
             )
-        return [group.anew() if age > max_lag else group for group, age in zip(self._begun, ages, strict=True)]
+        return [group.anew() if each else group for group, each in zip(self._begun, odd, strict=True)]
 
     def _advanced(self, groups: Sequence[Group], partial: Partial, due: Sequence[int], started: float) -> list[Group]:
         """The groups after as much generation as the limits allow; those in ``due`` are waited for."""
@@ -340,6 +343,16 @@ def _platform(replica: Replica) -> str:
         ) from error
     except ValueError as error:
         raise ValueError(f"{replica.url}: {error}") from error
+
+
+def _check_distinct(replicas: Sequence[Replica]) -> None:
+    """Refuse one server under two URLs: it would get twice the requests, and lose each version to the other."""
+    known: dict[str, Replica] = {}
+    for replica in replicas:
+        if replica.identity and (other := known.setdefault(replica.identity, replica)) is not replica:
+            raise ValueError(
+                f"VLLMServerEngineFactory.urls names a server twice: {other.url} is also {replica.url}; remove one"
+            )
 
 
 def _retire(fleet: Fleet, directory: Path, owner: int) -> None:

@@ -11,6 +11,7 @@ from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -25,6 +26,9 @@ if "vllm" in sys.modules:  # whose worker imports this before it builds its mode
     install_patches(import_module("vllm").__version__, device_type())
 
 
+_PROCESS = uuid4().hex  # two URLs may lead to one server
+
+
 class ServedWorker:
     """Mixed into vLLM's worker, whose attributes it reads. Arguments and results are JSON."""
 
@@ -37,6 +41,7 @@ class ServedWorker:
         return {
             "vllm": import_module("vllm").__version__,
             "machine": this_machine(),
+            "process": _PROCESS,
             "platform": platform,
             "capability": torch.cuda.get_device_capability() if platform == "cuda" else None,
             "max_model_len": config.model_config.max_model_len,
