@@ -150,21 +150,18 @@ class Replica:
 
     # ---------------------------------------------------------------- what it is
 
-    def facts(self, attempts: int | None = None) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         """What it serves; see `lqrl.engines.vllm.worker.ServedWorker.lqrl_facts`.
-
-        Args:
-            attempts: instead of those of `lqrl.engines.vllm.peer.Patience`.
 
         Raises:
             PeerLost: when it does not answer.
             ValueError: when it wants another API key, or has not the methods that a refresh needs.
         """
         try:
-            self.peer.get("/health", attempts=attempts)
-            self.peer.get("/v1/models", attempts=attempts)  # the others do not ask for the API key
-            facts = self._facts_of_workers(attempts)
-            self._has_version_route = self._keeps_version(attempts)
+            self.peer.get("/health")
+            self.peer.get("/v1/models")  # the others do not ask for the API key
+            facts = self._facts_of_workers()
+            self._has_version_route = self._keeps_version()
         except (PeerRefusal, AnswerError) as error:
             if isinstance(error, PeerRefusal) and error.wants_key:
                 raise ValueError(str(error)) from error
@@ -176,9 +173,9 @@ class Replica:
         self.identity = str(facts[0].get("process", ""))
         return facts[0]
 
-    def _facts_of_workers(self, attempts: int | None) -> list[Mapping[str, Any]]:
+    def _facts_of_workers(self) -> list[Mapping[str, Any]]:
         try:
-            said = self._workers("lqrl_facts", attempts=attempts)
+            said = self._workers("lqrl_facts")
         except PeerLost as error:  # of a method that its workers have not, a server says status 500
             self.peer.get("/health", attempts=1)
             raise AnswerError(str(error)) from error
@@ -186,9 +183,9 @@ class Replica:
             raise AnswerError("none of its workers answers")
         return [fields(each, "lqrl_facts", _FACTS) for each in said]
 
-    def _keeps_version(self, attempts: int | None) -> bool:
+    def _keeps_version(self) -> bool:
         try:
-            self.peer.get("/weight_info", attempts=attempts)
+            self.peer.get("/weight_info")
         except PeerRefusal as error:
             if error.status != 404:
                 raise
