@@ -138,6 +138,17 @@ def test_a_return_is_logged_as_a_loss_is(start: Start, caplog: pytest.LogCapture
     )
 
 
+def test_a_server_that_stays_lost_is_said_to_be_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    gone, other = start(), start()
+    engine = refreshed(gone, other)
+    gone.close()
+    with pytest.warns(UserWarning, match=f"{gone.url} is lost"):
+        engine.update_weights(weights(1).items(), policy_version=5)
+    for version in (6, 7):
+        engine.update_weights(weights(1).items(), policy_version=version)
+    assert len([each for each in caplog.messages if f"{gone.url} is lost" in each]) == 1
+
+
 def test_a_passing_fault_at_the_start_is_waited_for(start: Start) -> None:
     server, faults = start(), iter([(503, {"error": "busy"})] * 2)
     server.before = lambda route: next(faults, None) if route == "/health" else None

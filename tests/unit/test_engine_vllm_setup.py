@@ -263,7 +263,13 @@ def test_an_argument_without_effect_or_with_two_sources_is_refused(engine_args: 
         check_engine_args(engine_args, KNOWN)
 
 
-@pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"kv_cache_bytes": 0}, {"gpu_memory_utilization": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 0}, {"kv_cache_bytes": 0}, {"kv_cache_bytes": 1e9}, {"gpu_memory_utilization": 1.5},
+        {"sleep_level": 3},
+    ],
+)  # fmt: skip
 def test_numbers_out_of_range_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         VLLMEngineFactory(**options)

@@ -59,8 +59,10 @@ class VLLMEngineFactory(EngineFactory):
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "kv_cache_bytes", "tensor_parallel_size"):
             value = self.__dict__[name]
-            if value is not None and value < 1:
-                raise ValueError(f"VLLMEngineFactory.{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"VLLMEngineFactory.{name} must be at least 1, and whole, got {value}")
+        if self.sleep_level not in (0, 1, 2):
+            raise ValueError(f"VLLMEngineFactory.sleep_level must be 0, 1 or 2, got {self.sleep_level}")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"VLLMEngineFactory.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"

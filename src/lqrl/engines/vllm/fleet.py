@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import time
 import warnings
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEW = "it was not asked yet"
+_ATTEMPTS = re.compile(r"\d+ attempts")  # fewer of one that was lost before
 _CLOSED = "the engine was closed by another thread; build a new one"
 
 
@@ -52,6 +54,7 @@ class Fleet:
         self.lost: dict[Replica, str] = {}
         self._check: Callable[[Mapping[str, Any]], None] = lambda facts: None
         self._start_timeout_s = start_timeout_s
+        self._said: dict[Replica, str] = {}  # why which were lost at the last refresh
         self._closed = False
 
     def add(self, replicas: Sequence[Replica], check: Callable[[Mapping[str, Any]], None]) -> None:
@@ -108,8 +111,10 @@ class Fleet:
                 self.lost[replica] = str(error)
             else:
                 self._found(replica, self._fault(replica, brief=False))
-        for replica, reason in self.lost.items():
-            log.warning("replica %s is lost: %s", replica.url, reason)
+        said, self._said = self._said, {each: _ATTEMPTS.sub("", reason) for each, reason in self.lost.items()}
+        for replica, reason in self._said.items():
+            if said.get(replica) != reason:  # or a long run would say it at every refresh
+                log.warning("replica %s is lost: %s", replica.url, self.lost[replica])
 
     def _faults(self) -> dict[Replica, str]:
         """What `_fault` says of each; they are asked at the same time."""
@@ -151,6 +156,8 @@ class Fleet:
     def close(self) -> None:
         """Stop the servers that were started here; others go on, also where a call that failed left them paused."""
         self._closed = True
+        for replica in self.replicas:
+            replica.end()  # all at once: each has its time to do so
         for replica in self.replicas:
             replica.stop()
             self.lost[replica] = "it is closed"

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ HOST = "127.0.0.1"
 _EXTENSION = "lqrl.engines.vllm.worker.ServedWorker"
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:[\w.]+: error|[\w.]*(?:Error|Exception|Exit))(?::|$)")
 """A line of a log that says what was raised: of Python, with vLLM's words in front of it or not, or of its flags."""
+_TRACE = re.compile(r"Traceback|^\s*(\([^)]*\))?\s*$|\bFile \"|\b(INFO|WARNING|ERROR) \d\d-\d\d")
+"""A line that no longer belongs to what was raised."""
 _ERROR_LINES = 5
 _LOG_LINES = 15
 _STOP_S = 10.0
@@ -54,7 +57,8 @@ def first_error(log: str) -> list[str]:
     lines = log.splitlines()
     for i, line in enumerate(lines):
         if _ERROR.match(line):
-            return lines[i : i + _ERROR_LINES]
+            rest = takewhile(lambda each: not _TRACE.search(each), lines[i + 1 : i + _ERROR_LINES])
+            return [line, *rest]
     return lines[-_LOG_LINES:]
 
 
@@ -165,13 +169,18 @@ class ServerProcess:
             return False
         return True
 
+    def end(self) -> None:
+        """Ask it to end, and its workers."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+
     def stop(self) -> None:
         """End it and its workers; does nothing when that has been done."""
+        self.end()
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
         # Workers may outlive the server that was killed.

@@ -107,8 +107,13 @@ class Replica:
         if self._process is not None:
             self._process.wait(deadline)
 
+    def end(self) -> None:
+        """Ask it to end, when it was started here."""
+        if self._process is not None:
+            self._process.end()
+
     def stop(self) -> None:
-        """End it, when it was started here."""
+        """End it, when it was started here, and wait until it has."""
         if self._process is not None:
             self._process.stop()
 
