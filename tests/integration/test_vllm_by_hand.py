@@ -97,3 +97,14 @@ def test_a_server_that_cuts_prompts_is_refused(serve: Callable[..., str], tmp_pa
     spec = EngineSpec(config_of("qwen2"), QuantScheme.preset("none"), torch.float32, DEVICE, 128, EOS)
     with pytest.raises(EngineUnavailableError, match=r"it cuts prompts, .*start it with --no-enable-chunked-prefill"):
         VLLMServerEngineFactory(urls=[url])(spec)
+
+
+def test_an_engine_is_built_and_asked_as_the_guide_says(tmp_path: Path) -> None:
+    script, root = tmp_path / "own.py", Path(__file__).parents[2]
+    script.write_text(block("vllm", "python", "engine.score"))
+    subprocess.run([sys.executable, root / "examples/widen_policy.py", tmp_path / "models/countdown"], check=True)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split()[0] for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ")]
+    assert lines == ["0"] * 4 + ["1"] * 4
+    assert "[tensor([" in done.stdout
