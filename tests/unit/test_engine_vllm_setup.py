@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.vllm import VLLMEngineFactory, VLLMServerEngineFactory
-from lqrl.engines.vllm.arguments import check_engine_args, engine_arguments
+from lqrl.engines.vllm.arguments import check_engine_args, engine_arguments, with_hint
 from lqrl.engines.vllm.patches import PATCHES
 from lqrl.engines.vllm.process import check_process
 from lqrl.engines.vllm.rounding import vllm_arithmetic
@@ -349,3 +349,20 @@ def test_where_a_vllm_rounds_depends_on_where_it_runs_and_whether_it_compiles() 
     assert vllm_arithmetic("cuda", fp32_head.each) == compiled
     native = Arithmetic(rounds_sums=False, rounds_rotated=False, rounds_logits=True)
     assert vllm_arithmetic("cpu", VLLMEngineFactory()) == native
+
+
+def test_an_error_of_memory_names_this_engines_options() -> None:
+    said = with_hint("No available memory for the cache blocks. Try increasing gpu_memory_utilization")
+    assert said.endswith(
+        "(of this engine: kv_cache_bytes, on a GPU gpu_memory_utilization, the policy's max_model_len)"
+    )
+    assert with_hint("unknown architecture") == "unknown architecture"
+
+
+def test_a_share_of_a_gpu_is_said_to_do_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    assert "gpu_memory_utilization" in arguments("none", gpu_memory_utilization=0.3)
+    assert not caplog.messages
+    arguments("none", torch.device("cpu"), gpu_memory_utilization=0.3)
+    assert caplog.messages == [
+        "gpu_memory_utilization: 0.3 has no effect on a CPU; kv_cache_bytes sets the cache's size"
+    ]

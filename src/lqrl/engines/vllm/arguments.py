@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -13,6 +14,8 @@ from lqrl.engines.vllm.served import kv_cache_dtype
 
 if TYPE_CHECKING:
     from lqrl.engines.vllm.factory import VLLMEngineFactory
+
+log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**30
 _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -167,6 +170,11 @@ def _cpu_arguments(options: VLLMEngineFactory) -> dict[str, Any]:
                 f"engine_args.{name}={options.engine_args[name]}: vLLM cuts prompts then, and on a CPU it cannot draw "
                 "a sample with a seed after a cut prompt; remove it"
             )
+    if options.gpu_memory_utilization is not None:
+        log.warning(
+            "gpu_memory_utilization: %s has no effect on a CPU; kv_cache_bytes sets the cache's size",
+            options.gpu_memory_utilization,
+        )
     arguments: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
     if _CPU_KV_VARIABLE not in os.environ:
         return arguments | {"kv_cache_memory_bytes": options.kv_cache_bytes or _CPU_KV_BYTES}
@@ -176,6 +184,13 @@ def _cpu_arguments(options: VLLMEngineFactory) -> dict[str, Any]:
             f"{_CPU_KV_VARIABLE} is set; unset it"
         )
     return arguments
+
+
+def with_hint(words: str) -> str:
+    """What vLLM says of a failed start, and which options of this engine it means where it has no memory."""
+    if "memory" not in words.lower():
+        return words
+    return f"{words} (of this engine: kv_cache_bytes, on a GPU gpu_memory_utilization, the policy's max_model_len)"
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: frozenset[str]) -> None:

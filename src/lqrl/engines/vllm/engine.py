@@ -18,7 +18,7 @@ from torch import Tensor
 from lqrl.engines.base import Digests, EngineSpec, EngineUnavailableError, NamedTensors, RefreshError
 from lqrl.engines.vllm import process, reload
 from lqrl.engines.vllm.adapters import ServedAdapters, held_factor_digests
-from lqrl.engines.vllm.arguments import engine_arguments
+from lqrl.engines.vllm.arguments import engine_arguments, with_hint
 from lqrl.engines.vllm.connectors import check_caches
 from lqrl.engines.vllm.direct import Rehearsal
 from lqrl.engines.vllm.direct_refresh import DirectRefresh
@@ -116,7 +116,7 @@ class VLLMEngine(GuardedEngine):
             except Exception as error:
                 raise EngineUnavailableError(
                     f"vLLM {self._vllm.__version__} cannot be built for scheme {self.spec.scheme.name!r} in "
-                    f"{self.spec.dtype} on {self.spec.device}: {process.words_of(error)}"
+                    f"{self.spec.dtype} on {self.spec.device}: {with_hint(process.words_of(error))}"
                 ) from error
 
     # ---------------------------------------------------------------- generation

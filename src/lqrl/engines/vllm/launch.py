@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lqrl.engines.base import EngineUnavailableError
+from lqrl.engines.vllm.arguments import with_hint
 from lqrl.engines.vllm.peer import Patience, Peer, PeerLost, PeerRefusal
 
 _LOGGER = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class ServerProcess:
             where = f"its log is {kept}"
         except OSError as error:
             where = f"its log could not be kept ({error})"
-        return EngineUnavailableError("\n".join([f"{what}; {where}:", *first_error(said)]))
+        return EngineUnavailableError(f"{what}; {where}:\n" + with_hint("\n".join(first_error(said))))
 
     def _answers(self) -> bool:
         try:
