@@ -38,17 +38,9 @@ def build(scheme: QuantScheme, tokens: int | None, args: argparse.Namespace) -> 
     return engine
 
 
-def product_operations(engine: TorchEngine, tokens: int) -> int:
-    """Multiplications and additions of the layers' products, without the head."""
-    config = engine.spec.config
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    return 2 * tokens * config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-
-
 def measure(scheme: QuantScheme, tokens: int | None, table: Table, args: argparse.Namespace) -> None:
-    engine = build(scheme, tokens, args)
-    generator, vocabulary = torch.Generator().manual_seed(0), SHAPES[args.model].vocabulary
-    drawn = torch.randint(3, vocabulary, (args.batch, args.prompt), generator=generator).tolist()
+    engine, shape, generator = build(scheme, tokens, args), SHAPES[args.model], torch.Generator().manual_seed(0)
+    drawn = torch.randint(3, shape.vocabulary, (args.batch, args.prompt), generator=generator).tolist()
     prompts = [Prompt(i, tuple(ids)) for i, ids in enumerate(drawn)]
 
     def call() -> None:
@@ -63,7 +55,7 @@ def measure(scheme: QuantScheme, tokens: int | None, table: Table, args: argpars
         call()
         times.append(time.perf_counter() - started)
     seconds, count = statistics.median(times), args.batch * args.prompt
-    rate = product_operations(engine, count) / seconds / 1e12
+    rate = 2 * count * shape.linear_weights / seconds / 1e12
     table.row(scheme.name, tokens, args.batch, args.prompt, seconds * 1e3, max(times) * 1e3, count / seconds, rate)
     if args.kernels and args.device != "cpu":
         print("", *kernel_lines(call, args.kernels, "a call"), "", sep="\n", flush=True)

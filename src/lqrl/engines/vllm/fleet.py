@@ -8,7 +8,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -118,12 +117,10 @@ class Fleet:
 
     def _faults(self) -> dict[Replica, str]:
         """What `_fault` says of each; they are asked at the same time."""
-        futures: list[Future[str]] = []
+        gone = [replica for replica, reason in self.lost.items() if reason != _NEW]  # need not be waited for again
         with asking(self.replicas, "lqrl-look") as pool:
-            for replica in self.replicas:
-                brief = self.lost.get(replica, _NEW) != _NEW  # what was gone need not be waited for again
-                futures.append(pool.submit(self._fault, replica, brief=brief))
-            return {replica: future.result() for replica, future in zip(self.replicas, futures, strict=True)}
+            futures = {each: pool.submit(self._fault, each, brief=each in gone) for each in self.replicas}
+            return {replica: future.result() for replica, future in futures.items()}
 
     def _fault(self, replica: Replica, *, brief: bool) -> str:
         """Why it cannot be used as it is; nothing when it can."""
@@ -254,7 +251,7 @@ class Fleet:
             with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=route.directory) as name:
                 directory = Path(name)
                 with under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send:
-                    loaded = self._all("refresh", partial(_load, directory=directory, probe=probe), send)
+                    loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
         except (OSError, SafetensorError) as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
@@ -283,16 +280,14 @@ class Fleet:
                 return error
 
         stopped: Exception | None = None
-        first: list[Replica] = []  # that ended, while there was still something to send
-        futures: list[Future[T | Exception]] = []
-
-        def ended() -> bool:
-            first[:] = [replica for replica, future in zip(serving, futures, strict=True) if future.done()]
-            return bool(first)
-
         with asking(serving, "lqrl-refresh") as pool:
-            for replica in serving:
-                futures.append(pool.submit(attempt, replica))
+            futures = {replica: pool.submit(attempt, replica) for replica in serving}
+            first: list[Replica] = []  # that ended, while there was still something to send
+
+            def ended() -> bool:
+                first[:] = [replica for replica, future in futures.items() if future.done()]
+                return bool(first)
+
             try:
                 if send is not None:
                     send(ended=ended)
@@ -300,7 +295,7 @@ class Fleet:
                 pass  # the reader's own words are in its outcome
             except Exception as error:
                 stopped = error
-            outcomes = [future.result() for future in futures]
+            outcomes = [future.result() for future in futures.values()]
         if self._closed:
             raise RefreshError(_CLOSED)
         failures = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, Exception)}
@@ -317,11 +312,6 @@ class Fleet:
             raised = ReplicasGoneError if gone else RefreshError
             raise raised(f"the {what} failed on {len(failures)} of {len(serving)} replicas: {reasons}")
         return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
-
-
-def _load(replica: Replica, directory: Path, probe: Sequence[int]) -> Loaded:
-    replica.paused = True  # until it has loaded them; where that fails, until it is closed
-    return replica.load(directory, probe)
 
 
 def _with(due: Callable[[Mapping[int, Any]], bool], earlier: dict[int, Any], new: Mapping[int, Any]) -> bool:

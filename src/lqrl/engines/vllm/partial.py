@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lqrl.engines.sampling import sample_keys
-from lqrl.engines.vllm.requests import CUT, ENDS, Generated, Sample, completion, samples
+from lqrl.engines.vllm.requests import CUT, Generated, Sample, completion, samples
 from lqrl.types import Completion, Prompt, SamplingParams
 
 
@@ -87,18 +87,12 @@ class Draft:
         """With ``more`` behind it, which weights of ``version`` drew; it ends at ``max_tokens``, cut off or not.
 
         Raises:
-            RuntimeError: when log-probs are missing or NaN, or for another end than vLLM has.
+            RuntimeError: when log-probs are missing.
         """
-        if more.finish_reason not in (*ENDS, CUT):
-            raise RuntimeError(
-                f"vLLM ended sample {self.sample.index} of prompt {self.sample.prompt.id} with {more.finish_reason!r}, "
-                f"none of {', '.join((*ENDS, CUT))}; see its log"
-            )
-        if len(more.token_ids) != len(more.logprobs) or any(map(math.isnan, more.logprobs)):
+        if len(more.token_ids) != len(more.logprobs):
             raise RuntimeError(
                 f"vLLM gave {len(more.token_ids)} tokens and {len(more.logprobs)} log-probs for sample "
-                f"{self.sample.index} of prompt {self.sample.prompt.id}, or NaN among them; the weights or an engine "
-                "option are broken"
+                f"{self.sample.index} of prompt {self.sample.prompt.id}; the weights or an engine option are broken"
             )
         length = len(self.token_ids) + len(more.token_ids)
         reason = more.finish_reason

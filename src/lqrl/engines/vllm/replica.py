@@ -61,7 +61,7 @@ class Replica:
         broken: a load could not be ended, so that none can follow.
         workers: processes that share its model; known after `facts`.
         identity: what no other server says of itself; known after `facts`.
-        paused: it was cut off, and may not go on yet.
+        paused: it was cut off or loads, and may not go on yet.
     """
 
     def __init__(self, url: str, patience: Patience, width: int, process: ServerProcess | None = None) -> None:
@@ -144,7 +144,7 @@ class Replica:
             ) from error
 
     def go_on(self) -> None:
-        """Have it answer requests again, where a `cut` may have left it paused.
+        """Have it answer requests again, where a `cut` or `load` may have left it paused.
 
         Raises:
             PeerLost: when it does not answer.
@@ -221,8 +221,8 @@ class Replica:
         """
         found = self.version()
         if found == self._mark:
-            found, *others = self._versions("lqrl_seal", self._mark, version)
-            if found == version and not any(others):
+            found = " or ".join(self._versions("lqrl_seal", self._mark, version))
+            if found == version:
                 return self._publish(version)
         raise PeerLost(f"its weights have become version {found!r} since it loaded them")
 
@@ -253,6 +253,7 @@ class Replica:
             RefreshError: when it fails; the replica then has no version.
             PeerLost, PeerRefusal: when the server does not answer, or has not the routes.
         """
+        self.paused = True  # until it has loaded them; where that fails, until it is closed
         self._mark = f"{UNSET}-{uuid4().hex[:16]}"
         self._publish(self._mark)
         self.peer.post("/pause?mode=abort")
@@ -261,8 +262,7 @@ class Replica:
         caches = "/reset_prefix_cache?reset_external=true" if self._connected else "/reset_prefix_cache"
         if not fields(self.peer.post(caches), "/reset_prefix_cache", {"success": (bool,)})["success"]:
             raise RefreshError("it kept prefixes of the old weights: a request was still running")
-        self.peer.post("/resume")
-        self.paused = False
+        self.go_on()
         body = wire.request_body(probe, _PROBE)
         try:
             said = wire.top_logprobs(self.complete(body), body)
