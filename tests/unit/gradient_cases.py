@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from decode_cases import streams
 from interpreter import mend_interpreter, print_checks
 from torch import Tensor
-from triton_cases import DTYPES
+from triton_cases import DTYPES, same
 
 from lqrl.learner.scorer import Scorer
+from lqrl.quant.methods.base import TokenCodes
 
 
 def draw(device: torch.device, *shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -152,6 +157,146 @@ def check_layers(device: torch.device) -> None:
         assert error <= 2e-5, (name, float(error))
 
 
+def check_kept_rows(device: torch.device) -> None:
+    """What a learner keeps, and its codes: the bits of the norm or gated SiLU alone, and of a quantizer after it."""
+    from lqrl.quant import triton_exact_rows, triton_quantize
+    from lqrl.quant import triton_norm_quantize as t
+
+    shapes = [(5, 40), (9, 24)]
+    if device.type == "cuda":
+        shapes = [(m, width) for width in (1024, 4096, 5120, 100) for m in (8, 257)]
+    quantizers: list[tuple[TokenCodes, Callable[[Tensor], tuple[Tensor, Tensor]]]] = [
+        ("int8", lambda x: triton_quantize.quantize_int8_rows(x, 127.0, 0.0)),
+        ("fp8_e4m3", triton_quantize.quantize_fp8_rows),
+    ]
+    for dtype in DTYPES:
+        for m, width in shapes:
+            x, _, weight = streams(device, m, width, dtype)
+            for kind, quantize in quantizers:
+                where = f"{kind} {dtype} {m} {width}"
+                out, inverse, coded = t.rms_norm_kept(x[None], weight, 1e-6, kind)
+                assert out.shape == (1, m, width)
+                normed = triton_exact_rows.rms_norm(x[None].contiguous(), weight, 1e-6)
+                same((out, inverse, *coded), (*normed, *quantize(normed[0][0])), where)
+        for m, width, held in [(5, 96, 4), (5, 2500, 4), (5, 9728, 1)]:
+            gate, up, _ = streams(device, m, width, dtype)
+            gated = triton_exact_rows.silu_mul(gate, up)
+            for a, b in ((gate, up), torch.cat([gate, up], 1).split(width, 1)):
+                for kind, quantize in quantizers:
+                    out, coded = t.silu_mul_kept(a, b, kind, held)
+                    same((out, *coded), (gated, *quantize(gated)), f"{kind} {dtype} {m} {width}")
+
+
+def check_products_apart(device: torch.device) -> None:
+    """Several layers' outputs from one launch: the bits of a launch each, each a matrix of its own."""
+    from lqrl.quant import triton_scaled as t
+    from lqrl.quant.triton_tiles import Tile
+
+    small = device.type == "cpu"
+    k, unit = (64, 16) if small else (1024, 256)
+    tiles = [Tile(16, unit, 32 if small else 128, 4, 3), Tile(32, 16, 32, 4, 3, tall=True)]
+    if not small:
+        tiles = [Tile(128, 256, 128, 8, 3, tma=True), Tile(64, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3, tall=True)]
+    for parts in ((2, 1, 1), (3, 3), (1, 2)):
+        for m in (1, 37) if small else (8, 300, 5000):
+            widths = [unit * part for part in parts]
+            generator = torch.Generator().manual_seed(m)
+            codes, weight = (
+                torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator).to(device)
+                for n in (m, sum(widths))
+            )
+            token, scale = (torch.rand(n, 1, generator=generator).to(device) + 0.1 for n in (m, sum(widths)))
+            for tile in tiles:
+                got = t.gemm_apart(codes, weight, scale, token, widths, torch.bfloat16, tile)
+                assert all(out.is_contiguous() for out in got)
+                each = zip(weight.split(widths), scale.split(widths), strict=True)
+                wanted = [t.gemm(codes, w, s, token, None, torch.bfloat16, tile) for w, s in each]
+                same(got, wanted, f"{widths} {m} {tile}")
+    assert not t.parts_fit([unit, unit + 8], tiles[0])
+    assert not t.parts_fit([unit, unit], Tile(16, unit, 32, 4, 3, splits=2))
+
+
+def check_aligned_layers(device: torch.device) -> None:
+    """Aligned decoders with codes from norms and SiLU: the bits of quantizers of their own, launches saved."""
+    from transformers import Qwen3Config
+
+    from lqrl.modeling import fused
+    from lqrl.modeling.backbone import load_model
+    from lqrl.modeling.recompute import recompute_layers_
+    from lqrl.quant import QuantScheme, prepare_, shared_input, triton_int8
+    from lqrl.quant.triton_tiles import Tile
+
+    config = Qwen3Config(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    lengths = [5, 4]
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(triton_int8, "TILES", [(2**31, 0, Tile(16, 16, 32, 4, 2))]))
+        if device.type == "cpu":
+            patches.enter_context(as_on_a_gpu())
+        for name in ("int8_w8a8", "fp8_per_channel"):
+            policy = load_model(config, dtype=torch.bfloat16, device=device, seed=0)
+            prepare_(policy, QuantScheme.preset(name), export_dtype=torch.bfloat16)
+            fused.fuse_layers_(policy)
+            with counted(fused, shared_input) as counts:
+                found = outcome(policy, lengths, torch.bfloat16)
+            assert counts["quantized"] == 0, counts
+            assert counts["carried"] == 3, counts
+            assert counts["apart"] == (2 if name == "int8_w8a8" else 0), counts
+            with patch.object(fused, "shared_codes", lambda *_: None):  # no codes travel, layers quantize together
+                alone = outcome(policy, lengths, torch.bfloat16)
+                with patch.object(shared_input, "shared_codes", lambda *_: None):  # each layer quantizes
+                    plain = outcome(policy, lengths, torch.bfloat16)
+            same(list(found.values()), list(alone.values()), name)
+            assert torch.equal(found["logprobs"], plain["logprobs"]), name
+            for key, wanted in plain.items():
+                error = (found[key] - wanted).abs().max() / wanted.abs().max()
+                assert error <= 4e-2, (name, key, float(error))
+            recompute_layers_(policy.train())
+            again = outcome(policy, lengths, torch.bfloat16)
+            same(list(again.values()), list(found.values()), f"{name}, recomputed")
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Send a CPU's tensors to the kernels, which is the interpreter's business alone."""
+    from lqrl.modeling import fused
+    from lqrl.quant import kernels, rows, triton_use
+    from lqrl.quant.methods import integer
+
+    with ExitStack() as patches:
+        for module in (fused, kernels, rows, integer):
+            patches.enter_context(patch.object(module, "use_triton", lambda *_: True))
+        patches.enter_context(patch.object(triton_use, "serves", lambda *_: True))
+        patches.enter_context(patch.dict(kernels._chosen, {"cpu": kernels.TorchBackend()}))
+        yield
+
+
+@contextmanager
+def counted(*modules: Any) -> Iterator[dict[str, int]]:
+    """How often codes are carried, tokens are quantized in `products`, and layers multiplied at once."""
+    from lqrl.quant import triton_int8
+
+    counts = {"carried": 0, "quantized": 0, "apart": 0}
+
+    def counting(key: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            got = function(*args)
+            counts[key] += got is not None or key == "carried"
+            return got
+
+        return call
+
+    fused, shared_input = modules
+    places = [(fused, "carry", "carried"), (triton_int8, "apart", "apart")]
+    places += [(shared_input, f"quantize_{kind}_token", "quantized") for kind in ("int8", "fp8")]
+    with ExitStack() as patches:
+        for module, name, key in places:
+            patches.enter_context(patch.object(module, name, counting(key, getattr(module, name))))
+        yield counts
+
+
 def check_trial(device: torch.device) -> None:
     """What a run tries before it relies on these kernels."""
     from lqrl.modeling import trial
@@ -168,6 +313,9 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_logprobs,
         check_trial,
         check_layers,
+        check_kept_rows,
+        check_products_apart,
+        check_aligned_layers,
     )
 }
 

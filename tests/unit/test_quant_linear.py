@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lqrl.quant.linear import AlignedLinear, QuantizedLinear, products
-from lqrl.quant.methods import IntegerGemm, Operands, linear_method
-from lqrl.quant.scheme import QuantScheme
+from lqrl.quant.linear import AlignedLinear, QuantizedLinear
+from lqrl.quant.methods import IntegerGemm, Operands
 
 DTYPES = [torch.float32, torch.bfloat16]
 INT8_W8A8 = IntegerGemm()
@@ -314,28 +313,3 @@ def test_inference_mode_is_refused_for_building():
 
 def test_engine_output_has_no_graph():
     assert not QuantizedLinear(make_linear(), INT8_W8A8)(make_x().requires_grad_()).requires_grad
-
-
-@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_per_channel", "int8_w8a16", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_that_share_their_input_give_the_bits_of_layers_called_alone(device, scheme, dtype):
-    method = linear_method(QuantScheme.preset(scheme)) if scheme != "none" else None
-    layers = [nn.Linear(64, n, bias=n != 48, device=device, dtype=dtype) for n in (32, 48, 16)]
-    if method is not None:
-        layers = [AlignedLinear(layer, method, dtype) for layer in layers]
-    x = torch.randn(2, 5, 64, device=device, dtype=dtype, requires_grad=True)
-
-    def outcome(outs):
-        leaves = [x, *(p for layer in layers for p in layer.parameters())]
-        return [*outs, *torch.autograd.grad(sum(y.float().square().sum() for y in outs), leaves)]
-
-    alone, shared = outcome([layer(x) for layer in layers]), outcome(products(x, layers))
-    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
-
-
-def test_hooks_of_layers_that_share_their_input_are_called():
-    seen = []
-    layers = [AlignedLinear(nn.Linear(32, 16), linear_method(QuantScheme.preset("int8_w8a8")), torch.float32)] * 2
-    layers[0].register_forward_hook(lambda *_: seen.append(1))
-    products(torch.randn(3, 32), layers)
-    assert len(seen) == 2

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lqrl.quant.carried import take
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.low_rank import Factor, low_rank
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.rows import quantize_fp8_token, quantize_int8_token
 
 BackwardMode = Literal["high_precision", "dequantized"]
 
@@ -243,10 +243,10 @@ class AlignedLinear(nn.Linear):
             return self._aligned(input.to(torch.get_autocast_dtype(device)))
 
     def _aligned(self, x: Tensor) -> Tensor:
-        return straight_through(x, self.weight, self.bias, self._quantized(), self.export_dtype, self.backward_mode)
+        return self.coded(x, take(x, self.method.token_codes))
 
-    def coded(self, x: Tensor, coded: Coded) -> Tensor:
-        """`forward` outside autocast of tokens ``x`` whose codes are there already."""
+    def coded(self, x: Tensor, coded: Coded | None) -> Tensor:
+        """`forward` outside autocast of tokens ``x``, with their codes if they are there already."""
         codes, mode = self._quantized(), self.backward_mode
         return straight_through(x, self.weight, self.bias, codes, self.export_dtype, mode, coded)
 
@@ -288,22 +288,14 @@ def quantize_layers(layers: Sequence[AlignedLinear]) -> dict[AlignedLinear, dict
     return found
 
 
-def products(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """What each of ``layers`` makes of ``x``, with the bits of one call after the other.
-
-    Aligned layers of a format that quantizes tokens share the codes of ``x``.
-    """
-    aligned = [layer for layer in layers if type(layer) is AlignedLinear]
-    kinds = {layer.method.token_codes for layer in aligned}
-    hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-    alone = len(aligned) < len(layers) or len(kinds) != 1 or hooked or torch.is_autocast_enabled(x.device.type)
-    kind = None if alone else kinds.pop()
-    if kind is None:
-        return [layer(x) for layer in layers]
-    with torch.no_grad():
-        rows = x.reshape(-1, x.shape[-1])
-        coded = Coded(*(quantize_int8_token(rows) if kind == "int8" else quantize_fp8_token(rows)))
-    return [layer.coded(x, coded) for layer in aligned]
+def codes_of(layers: Sequence[AlignedLinear]) -> list[Quantized]:
+    """The codes of ``layers`` as they are now; those that are stale are made together where their format can."""
+    held = [layer._held.codes for layer in layers]
+    fresh = [made for made, layer in zip(held, layers, strict=True) if made is not None and made.key == layer._key()]
+    if len(fresh) < len(layers):
+        quantize_layers(layers)
+        return [layer._quantized() for layer in layers]
+    return fresh
 
 
 class QuantizedLinear(CodeModule):

@@ -6,14 +6,16 @@ then ``+ bias`` in that dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lqrl.quant.triton_epilogue import addend, finish
-from lqrl.quant.triton_scaled import gemm
+from lqrl.quant.triton_scaled import gemm, gemm_apart, parts_fit
 from lqrl.quant.triton_tiles import Tile
 
-__all__ = ["TILES", "Tile", "epilogue", "gemm", "tile_for"]
+__all__ = ["TILES", "Tile", "apart", "epilogue", "gemm", "tile_for"]
 
 # The first row whose limits hold is taken: (largest M, smallest N, tile); None is `torch._int_mm` and the epilogue.
 # `benchmarks/decode_gemm.py` times the candidates for few rows, `benchmarks/low_bit_gemm.py` for many. 8 rows were
@@ -37,6 +39,29 @@ TILES: list[tuple[int, int, Tile | None]] = [
 def tile_for(m: int, n: int, k: int) -> Tile | None:
     """What `TILES` says for ``[m, k]`` times ``[n, k]``."""
     return next(tile for most, least, tile in TILES if m <= most and n >= least)
+
+
+def apart(
+    x: Tensor, token_scale: Tensor, weight: Tensor, weight_scale: Tensor, widths: Sequence[int], dtype: torch.dtype
+) -> list[Tensor] | None:
+    """`gemm` with the weights of several layers, whose outputs are tensors of their own.
+
+    Args:
+        x: codes ``[M, K]``, contiguous.
+        token_scale: fp32, of M elements.
+        weight: codes ``[N, K]`` of all layers, contiguous.
+        weight_scale: fp32, of N elements.
+        widths: outputs of each layer, N in all.
+        dtype: of the result, fp32 or bf16.
+
+    Returns:
+        ``[M, widths[i]]``; ``None`` where the table's tile is not this kernel's or does not end with the layers.
+    """
+    (m, k), n = x.shape, weight_scale.numel()
+    tile = tile_for(m, n, k)
+    if tile is None or weight.shape != (n, k) or not parts_fit(widths, tile):
+        return None
+    return gemm_apart(x, weight, weight_scale, token_scale, widths, dtype, tile)
 
 
 def epilogue(acc: Tensor, weight_scale: Tensor, token_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,9 @@ the bits of one chain along K; splits do not.
 # Launches take options of the compiler besides the parameters; a call inside a kernel looks as if it never returned.
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +27,13 @@ from lqrl.quant.triton_use import shared_memory, tiles
 def _gemm(
     x, w, x_stride, w_stride, out_ptr, token_ptr, weight_ptr, bias_ptr, m, n, K: tl.constexpr,
     FP8: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr, TMA: tl.constexpr,
-    TALL: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TALL: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One split of K; without ``SCALED`` the sum itself is written, to the split's part of ``out``."""
+    """One split of K; without ``SCALED`` the sum itself is written, to the split's part of ``out``.
+
+    Outputs from ``FIRST`` and from ``SECOND`` on, where a tile begins, are matrices of their own behind each other.
+    """
     tile_m, tile_n = tile_place(m, n, BM, BN, GROUP)
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     columns = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
@@ -40,7 +47,14 @@ def _gemm(
         acc = tl.dot(b, a.T, acc, out_dtype=kind) if TALL else tl.dot(a, b.T, acc, out_dtype=kind)
     if TALL:
         acc = acc.T
-    if SCALED:
+    if FIRST > 0:
+        column = tile_n * BN
+        start = tl.where(column < FIRST, 0, tl.where(column < SECOND, FIRST, SECOND))
+        width = tl.where(column < FIRST, FIRST, tl.where(column < SECOND, SECOND - FIRST, n - SECOND))
+        out_ptr += m.to(tl.int64) * start
+        weight_ptr += start
+        store_tile(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns - start, m, width, True, BIAS, BF16)
+    elif SCALED:
         store_tile(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, True, BIAS, BF16)
     else:
         pointers = out_ptr + (split * m + rows)[:, None] * n + columns[None, :]
@@ -67,6 +81,52 @@ def gemm(
         dtype: of the result, fp32 or bf16.
         tile: how the product is cut; ``tma`` is ignored where the shape does not allow it.
     """
+    return _gemm_into((), x, weight, weight_scale, token_scale, bias, dtype, tile)
+
+
+def parts_fit(widths: Sequence[int], tile: Tile) -> bool:
+    """Whether `gemm_apart` can write two or three matrices of these ``widths`` with ``tile``."""
+    return len(widths) in (2, 3) and tile.splits == 1 and not any(width % tile.n for width in widths)
+
+
+def gemm_apart(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    token_scale: Tensor,
+    widths: Sequence[int],
+    dtype: torch.dtype,
+    tile: Tile,
+) -> list[Tensor]:
+    """`gemm` without bias whose columns are written to matrices of their own: ``[M, widths[i]]``, each contiguous.
+
+    Args:
+        x, weight, weight_scale, token_scale, dtype: as for `gemm`.
+        widths: of the matrices, N in all.
+        tile: `parts_fit` it.
+
+    Raises:
+        ValueError: when the widths do not fit the tile or the weight.
+    """
+    if not parts_fit(widths, tile) or sum(widths) != weight_scale.numel():
+        raise ValueError(f"widths {list(widths)} of {weight_scale.numel()} outputs are not two or three of {tile}")
+    m, first = len(x), widths[0]
+    out = _gemm_into((first, first + widths[1]), x, weight, weight_scale, token_scale, None, dtype, tile)
+    parts = out.view(-1).split([m * width for width in widths])
+    return [part.view(m, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def _gemm_into(
+    ends: tuple[()] | tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    token_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile,
+) -> Tensor:
+    """`gemm`; ``ends``: the outputs that end the first two of several matrices, which lie one behind the other."""
     (m, k), n = x.shape, weight_scale.numel()
     out = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m:
@@ -79,13 +139,16 @@ def gemm(
     if not whole:
         parts = torch.empty(splits, m, n, dtype=torch.float32 if fp8 else torch.int32, device=x.device)
     tma = tile.tma and k % 16 == 0 and weight.shape[1] == k and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    fixed: dict[str, Any] = {
+        "K": k, "FP8": fp8, "SCALED": whole, "BIAS": added is not None, "BF16": dtype == torch.bfloat16, "TMA": tma,
+        "TALL": tile.tall, "STEPS": steps, "FIRST": ends[0] if ends else 0, "SECOND": ends[1] if ends else 0,
+        "BM": tile.m, "BN": tile.n, "BK": tile.k, "GROUP": GROUP,
+    }  # fmt: skip
     with torch.cuda.device_of(x):
         _gemm[(tiles(m, tile.m) * tiles(n, tile.n), splits)](
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
             TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
-            x.stride(0), weight.stride(0), parts, *scales, scales[1] if added is None else added, m, n, K=k,
-            FP8=fp8, SCALED=whole, BIAS=added is not None, BF16=dtype == torch.bfloat16, TMA=tma, TALL=tile.tall,
-            STEPS=steps, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=GROUP,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            x.stride(0), weight.stride(0), parts, *scales, scales[1] if added is None else added, m, n,
+            **fixed, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out if whole else finish(parts, scales, added, dtype, out)

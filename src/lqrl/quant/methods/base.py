@@ -95,6 +95,22 @@ class LinearMethod(ABC):
         """
         raise NotImplementedError(f"{self} takes no ready codes: call linear")
 
+    def coded_apart(
+        self, x: Coded, operands: Operands, widths: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor] | None:
+        """`coded_linear` with the operands of several layers, whose outputs are tensors of their own.
+
+        Args:
+            x: the tokens ``[M, K]``.
+            operands: of all layers, the rows of one behind those of the other.
+            widths: outputs of each layer.
+            dtype: of the result.
+
+        Returns:
+            ``[M, widths[i]]``, each contiguous, with the bits of `coded_linear`; ``None`` if no kernel does it in one.
+        """
+        return None
+
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[N, K]`` that the shipped tensors stand for."""

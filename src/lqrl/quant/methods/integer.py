@@ -12,6 +12,7 @@ from lqrl.quant import kernels
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished
 from lqrl.quant.numerics import INT8_MAX, dequantize
 from lqrl.quant.rows import quantize_int8_channel, quantize_int8_channels, quantize_int8_token
+from lqrl.quant.triton_use import use_triton
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ class IntegerGemm(LinearMethod):
             return super().coded_linear(x, operands, bias, dtype)
         packed, scale = operands
         return kernels.int8_coded_linear(x.codes, x.scale, packed, scale, bias, dtype)
+
+    def coded_apart(
+        self, x: Coded, operands: Operands, widths: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor] | None:
+        """By a Triton kernel whose tiles end with the layers, on GPUs where it is."""
+        if self.token_codes is None or not use_triton(x.codes) or kernels.int8_backend(x.codes.device) != "torch":
+            return None
+        from lqrl.quant import triton_int8
+
+        packed, scale = operands
+        return triton_int8.apart(x.codes, x.scale, packed, scale, widths, dtype)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""
