@@ -153,6 +153,70 @@ def test_operands_are_one_where_they_lie_behind_each_other() -> None:
     assert shared_input._side_by_side([(p.clone(), s) for p, s in parts]) is None
 
 
+def test_joined_operands_follow_the_codes_of_every_layer() -> None:
+    layers = aligned("int8_w8a8", (32, 16))
+    codes = codes_of(layers)
+    assert shared_input._joined(codes) is None  # on a CPU each has a layout of its own
+    whole, scale = torch.randint(-9, 9, (24, 16), dtype=torch.int8), torch.rand(24, 1)
+    for made, parts in zip(codes, zip(whole.split([8, 16]), scale.split([8, 16]), strict=True), strict=True):
+        vars(made)["operands"] = parts
+    joined = [shared_input._joined(codes), shared_input._joined(codes)]
+    assert joined[0] is joined[1] is not None
+    vars(codes[1])["operands"] = (whole[8:].clone(), scale[8:])
+    assert shared_input._joined(codes) is None
+    assert len(codes[0].joined) == 1
+
+
+@needs_triton
+def test_a_product_that_ran_before_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lqrl.quant import triton_scaled as t
+    from lqrl.quant.triton_tiles import Tile
+
+    names, searched, direct = list(t._gemm.arg_names), [], []
+
+    class Kernel:
+        def __init__(self, known: dict[str, object]) -> None:
+            self.known = known
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args: direct.append((grid, dict(zip(names, args, strict=True)), self.known))
+
+    class Compiler:
+        def __getitem__(self, grid: tuple[int, ...]):
+            def run(*args, **options):
+                searched.append(options)
+                return Kernel(dict(zip(names, args, strict=True)))
+
+            return run
+
+    monkeypatch.setattr(t, "_gemm", Compiler())
+    monkeypatch.setattr(t, "_compiled", {})
+
+    def run(m: int, n: int = 64, tile: Tile | None = None, bias: Tensor | None = None, offset: int = 0) -> None:
+        x, w = torch.zeros(m, 32, dtype=torch.int8), torch.zeros(n, 32, dtype=torch.int8)
+        token = torch.ones(m + 4)[offset : m + offset]
+        t.gemm(x, w, torch.ones(n), token, bias, torch.bfloat16, tile or Tile(16, 32, 32, 4, 2, tma=True))
+
+    run(8)
+    run(40)
+    assert (len(searched), len(direct)) == (1, 1)
+    grid, got, known = direct[0]
+    assert grid == (6, 1, 1)
+    assert (got["m"], got["x"].shape, got["out_ptr"].shape) == (40, (40, 32), (1, 40, 64))
+    constants = names[names.index("K") :]
+    assert [got[name] for name in constants] == [known[name] for name in constants]
+    wanted = {"K": 32, "FP8": False, "SCALED": True, "BIAS": False, "BF16": True, "TMA": True, "TALL": False}
+    wanted |= {"STEPS": 1, "FIRST": 0, "SECOND": 0, "BM": 16, "BN": 32, "BK": 32, "GROUP": t.GROUP}
+    assert {name: got[name] for name in constants} == wanted
+    run(8, n=96)
+    run(8, tile=Tile(16, 16, 32, 4, 2))
+    run(8, tile=Tile(16, 32, 32, 8, 2, tma=True))
+    run(8, bias=torch.ones(64))
+    run(8, offset=1)  # not aligned: left to Triton, and not kept
+    run(8, offset=1)
+    assert (len(searched), len(direct)) == (7, 1)
+
+
 @needs_triton
 @pytest.mark.parametrize("ends", [(0, 0), (2048, 3072), (3072, 6144)])
 def test_outputs_of_several_layers_are_stored_in_whole_words(ends: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ straight-through.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -70,6 +70,8 @@ class Quantized:
     method: LinearMethod
     tensors: dict[str, Tensor]
     dtype: torch.dtype
+    joined: dict[tuple[int, ...], Operands | None] = field(default_factory=dict)
+    """With the operands of other layers behind these, by the addresses of all; `lqrl.quant.shared_input`'s."""
 
     @cached_property
     def operands(self) -> Operands:

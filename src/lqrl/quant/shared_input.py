@@ -59,13 +59,23 @@ def _forward(x: Tensor, coded: Coded, layers: Sequence[AlignedLinear], codes: Se
     method = codes[0].method
     shipped = [None if layer.bias is None else layer.bias.to(layer.export_dtype) for layer in layers]
     if all(made.method == method for made in codes):
-        operands = _side_by_side([made.operands for made in codes])
-        if operands is not None and not any(bias is not None for bias in shipped):
+        operands = None if any(bias is not None for bias in shipped) else _joined(codes)
+        if operands is not None:
             outs = method.coded_apart(coded, operands, [layer.out_features for layer in layers], x.dtype)
             if outs is not None:
                 return outs
     each = zip(codes, shipped, strict=True)
     return [made.method.coded_linear(coded, made.operands, bias, x.dtype) for made, bias in each]
+
+
+def _joined(codes: Sequence[Quantized]) -> Operands | None:
+    """`_side_by_side`, found once: what is found keeps the memory, so no other tensor comes to lie at its addresses."""
+    places = tuple(operand.data_ptr() for made in codes for operand in made.operands)
+    found = codes[0].joined
+    if places not in found:
+        found.clear()  # others' codes that are no more
+        found[places] = _side_by_side([made.operands for made in codes])
+    return found[places]
 
 
 def _side_by_side(operands: Sequence[Operands]) -> Operands | None:

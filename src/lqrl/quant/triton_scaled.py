@@ -84,6 +84,38 @@ def gemm(
     return _gemm_into((), x, weight, weight_scale, token_scale, bias, dtype, tile)
 
 
+# By what the compiler makes another kernel of, see `_launch`.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    fixed: tuple[Any, ...],
+    options: tuple[torch.device, int, int],
+    aligned: bool,
+) -> None:
+    """Run `_gemm`; a kernel that ran before is launched without the search for it, a third of the host's work.
+
+    Args:
+        grid: programs.
+        arguments: of the kernel, up to its constants.
+        fixed: its constants, in its order.
+        options: the device, and warps and stages of a program.
+        aligned: every pointer is a multiple of 16; others are left to Triton.
+    """
+    # The height alone is not compiled in; the types of tensors follow from the constants but for the scales', fp32.
+    key = (options, fixed, arguments[2], arguments[3], arguments[-1])
+    kernel = _compiled.get(key) if aligned else None
+    if kernel is not None:
+        kernel[grid](*arguments, *fixed)
+        return
+    _, warps, stages = options
+    ran = _gemm[grid](*arguments, *fixed, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+    if aligned and ran is not None:  # the interpreter has no kernels
+        _compiled[key] = ran
+
+
 def parts_fit(widths: Sequence[int], tile: Tile) -> bool:
     """Whether `gemm_apart` can write two or three matrices of these ``widths`` with ``tile``."""
     return len(widths) in (2, 3) and tile.splits == 1 and not any(width % tile.n for width in widths)
@@ -139,16 +171,26 @@ def _gemm_into(
     if not whole:
         parts = torch.empty(splits, m, n, dtype=torch.float32 if fp8 else torch.int32, device=x.device)
     tma = tile.tma and k % 16 == 0 and weight.shape[1] == k and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    fixed: dict[str, Any] = {
-        "K": k, "FP8": fp8, "SCALED": whole, "BIAS": added is not None, "BF16": dtype == torch.bfloat16, "TMA": tma,
-        "TALL": tile.tall, "STEPS": steps, "FIRST": ends[0] if ends else 0, "SECOND": ends[1] if ends else 0,
-        "BM": tile.m, "BN": tile.n, "BK": tile.k, "GROUP": GROUP,
-    }  # fmt: skip
+    bias_or_any = scales[1] if added is None else added
+    arguments = (
+        TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
+        x.stride(0), weight.stride(0), parts, *scales, bias_or_any, m, n,
+    )  # fmt: skip
+    first, second = ends or (0, 0)
+    fixed = (
+        k, fp8, whole, added is not None, dtype == torch.bfloat16, tma, tile.tall, steps, first, second, tile.m, tile.n,
+        tile.k, GROUP,
+    )  # fmt: skip
+    places = parts.data_ptr() | scales[0].data_ptr() | scales[1].data_ptr() | bias_or_any.data_ptr()
+    if not tma:
+        places |= x.data_ptr() | weight.data_ptr()
     with torch.cuda.device_of(x):
-        _gemm[(tiles(m, tile.m) * tiles(n, tile.n), splits)](
-            TensorDescriptor.from_tensor(x, [tile.m, tile.k]) if tma else x,
-            TensorDescriptor.from_tensor(weight, [tile.n, tile.k]) if tma else weight,
-            x.stride(0), weight.stride(0), parts, *scales, scales[1] if added is None else added, m, n,
-            **fixed, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-        )  # fmt: skip
+        _launch(
+            (tiles(m, tile.m) * tiles(n, tile.n), splits, 1),
+            arguments,
+            fixed,
+            (x.device, tile.warps, tile.stages),
+            places % 16 == 0,
+        )
     return out if whole else finish(parts, scales, added, dtype, out)
