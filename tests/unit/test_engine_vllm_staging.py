@@ -26,7 +26,6 @@ from torch import Tensor
 from vllm_peers import VLLMPeer, loading
 
 from lqrl.engines.base import RefreshError
-from lqrl.engines.cuda_driver import DriverError, OutOfDeviceMemory
 from lqrl.engines.cuda_ipc import ALIGNMENT, exported, opened
 from lqrl.engines.digest import digest
 from lqrl.engines.vllm import VLLMServerEngineFactory, transfer
@@ -34,6 +33,7 @@ from lqrl.engines.vllm.fleet import ReplicasGoneError
 from lqrl.engines.vllm.parts import ReadersEnded, announce_parts, read_parts, send_parts
 from lqrl.engines.vllm.staging import Unpacker, packed
 from lqrl.engines.vllm.transfer import Route, under_way
+from lqrl.quant.cuda_driver import DriverError, OutOfDeviceMemory
 
 Start = Callable[..., VLLMPeer]
 start = test_engine_vllm_server.start

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lqrl.engines.cuda_driver import CudaDriver, OutOfDeviceMemory
+from lqrl.quant.cuda_driver import CudaDriver, OutOfDeviceMemory
 
 ALIGNMENT = 2**21  # the driver may put smaller allocations into one block, which can be shared as a whole only
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lqrl.engines.cuda_driver import CudaDriver, DriverError, OutOfDeviceMemory
+from lqrl.quant.cuda_driver import CudaDriver, DriverError, OutOfDeviceMemory
 
 LARGEST_PART = 2**30  # bytes of one physical allocation: mapping costs by their number, whatever their size
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lqrl.modeling.backbone import STATIC_ROPE, AttentionShape
 from lqrl.quant.fused import fuse_
+from lqrl.quant.hopper_gemm import plain_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -162,5 +163,7 @@ def split_product(layers: Sequence[nn.Module], fused: Fused) -> SplitFn:
 def linear(module: nn.Module) -> RowFn:
     """The layer without the module call, which costs as much as a small product."""
     if type(module) is nn.Linear:
+        if module.bias is None:
+            return partial(plain_linear, weight=module.weight)
         return partial(F.linear, weight=module.weight, bias=module.bias)
     return module.forward

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lqrl.quant import hopper_gemm
 from lqrl.quant.triton_use import TENSOR_CORES_FP8, use_triton
 
 BLOCK = 128
@@ -26,7 +27,8 @@ def row_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor,
     """``dtype((x @ weight.T) * weight_scale * x_scale)``.
 
     On CUDA with a bf16 result this is one call with fast accumulation, whose bits are those of vLLM's CUTLASS kernel;
-    or a Triton kernel with the same chain of sums, where that is faster (`triton_fp8.ROW_TILES`).
+    or, where that is faster, a kernel with the same chain of sums: `lqrl.quant.hopper_gemm`, or Triton's
+    (`triton_fp8.ROW_TILES`).
 
     Args:
         x: e4m3 codes ``[M, K]``.
@@ -37,6 +39,9 @@ def row_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor,
     """
     if _on_tensor_cores(weight):
         x, columns = x.contiguous(), weight.t()
+        cut = hopper_gemm.cut_of(x, weight) if dtype == torch.bfloat16 else None
+        if cut is not None:
+            return hopper_gemm.linear(x, weight, cut, x_scale, weight_scale)
         if dtype == torch.bfloat16 and use_triton(weight, TENSOR_CORES_FP8):
             from lqrl.quant import triton_fp8, triton_scaled
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lqrl.quant.hopper_gemm import plain_linear
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 
@@ -86,7 +87,7 @@ def _plain(layers: Sequence[nn.Linear]) -> Product:
     if bias is not None:
         for layer, own in zip(layers, bias.split(widths), strict=True):
             layer.bias = nn.Parameter(own, requires_grad=False)
-    return partial(F.linear, weight=weight, bias=bias)
+    return partial(F.linear, weight=weight, bias=bias) if bias is not None else partial(plain_linear, weight=weight)
 
 
 def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lqrl.quant import native
+from lqrl.quant import hopper_gemm, native
 from lqrl.quant.rows import quantize_int8_token
 from lqrl.quant.triton_use import use_triton
 
@@ -147,6 +147,10 @@ class TorchBackend(Int8Backend):
 
         (m, k), n = codes.shape, weight_scale.shape[0]
         _check_packed(packed, (n + -n % 8, k + -k % 8))
+        cut = hopper_gemm.cut_of(codes, packed) if dtype == torch.bfloat16 and packed.shape == (n, k) else None
+        if cut is not None:
+            out = hopper_gemm.linear(codes, packed, cut, token_scale, weight_scale)
+            return out if bias is None else out.add_(bias.to(dtype))
         tile = triton_int8.tile_for(m, n, k)
         if tile is None:
             return triton_int8.epilogue(self.mm(codes, packed, n), weight_scale, token_scale, bias, dtype)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lqrl.engines.base import RefreshError
-from lqrl.engines.cuda_driver import DriverError
 from lqrl.engines.cuda_ipc import exported, ipc_driver, on, opened
 from lqrl.engines.vllm.parts import announce_parts, announced, layer_files, read_parts, send_parts
 from lqrl.engines.vllm.staging import Unpacker, packed
+from lqrl.quant.cuda_driver import DriverError
 
 FILE_BYTES = 2**31
 """A file is closed before it would exceed this."""

@@ -1,0 +1,224 @@
+"""Products of a few rows on Hopper, see `csrc/hopper_gemm.cu`: bf16, or codes with a scale a row, to bf16.
+
+Rows are those of a decode step. The libraries' products leave a third of the time there: their tiles fill the card
+badly, or read so much from the L2 cache that it binds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lqrl.quant.cuda_driver import CudaDriver, DriverError
+from lqrl.quant.hopper_cuts import MOST_ROWS, cut_for
+from lqrl.quant.hopper_source import STEP_BYTES, CompilerMissing, Cut, Kind, machine_code
+from lqrl.quant.triton_use import tiles
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "LQRL_HOPPER"
+CAPABILITY = (9, 0)
+
+_KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+_UINT8, _BFLOAT16 = 0, 9  # element types of a tensor map
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_OVERLAP, _SHARED_BYTES = 6, 8  # a launch's attribute, a function's
+_U64, _U32 = ctypes.c_uint64, ctypes.c_uint32
+
+
+class _Attribute(ctypes.Structure):
+    _fields_: ClassVar = [("id", ctypes.c_int), ("value", ctypes.c_int * 17)]  # 72 bytes; the value starts at the 8th
+
+
+class _Launch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("grid", _U32 * 3),
+        ("block", _U32 * 3),
+        ("shared_bytes", _U32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", _U32),
+    ]
+
+
+class _Driver(CudaDriver):
+    """Modules, tensor maps and launches."""
+
+    signatures: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "cuModuleLoadData": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p),
+        "cuModuleGetFunction": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_char_p),
+        "cuFuncSetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
+        "cuTensorMapEncodeTiled": (
+            *(ctypes.c_void_p, ctypes.c_int, _U32, ctypes.c_void_p, ctypes.POINTER(_U64), ctypes.POINTER(_U64)),
+            *(ctypes.POINTER(_U32), ctypes.POINTER(_U32), ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ),
+        "cuLaunchKernelEx": (
+            ctypes.POINTER(_Launch),
+            ctypes.c_void_p,
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.c_void_p,
+        ),
+    }
+    otherwise: ClassVar[str] = f"set {VARIABLE}=0 for the libraries' products"
+
+    def function(self, code: bytes, shared_bytes: int) -> int:
+        """The kernel of machine code, loaded into the current context."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), code)
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, b"hopper_gemm")
+        self._call("cuFuncSetAttribute", function, _SHARED_BYTES, shared_bytes)
+        assert function.value is not None
+        return function.value
+
+    def tensor_map(self, address: int, rows: int, row_bytes: int, box_rows: int, element: int) -> bytes:
+        """Of a matrix in boxes of ``box_rows`` rows and a step's width."""
+        size = 2 if element == _BFLOAT16 else 1
+        raw = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        start = -ctypes.addressof(raw) % _MAP_ALIGNMENT
+        self._call(
+            "cuTensorMapEncodeTiled",
+            *(ctypes.addressof(raw) + start, element, 2, address),
+            *((_U64 * 2)(row_bytes // size, rows), (_U64 * 1)(row_bytes)),
+            *((_U32 * 2)(STEP_BYTES // size, box_rows), (_U32 * 2)(1, 1)),
+            *(0, _SWIZZLE_128, _PROMOTE_256, 0),
+        )
+        return raw.raw[start : start + _MAP_BYTES]
+
+    def launch(
+        self, function: int, grid: tuple[int, int], threads: int, shared_bytes: int, arguments: list[Any]
+    ) -> None:
+        """Start a kernel on torch's stream.
+
+        In a CUDA graph it may begin while the kernel ahead of it ends, whose results it waits for, and reads weights
+        before that: nothing writes those between two kernels of a graph.
+        """
+        attribute = _Attribute(_OVERLAP)
+        attribute.value[1] = int(torch.cuda.is_current_stream_capturing())
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch((*grid, 1), (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        self._call("cuLaunchKernelEx", ctypes.byref(launch), function, pointers, None)
+
+
+@functools.cache
+def _driver() -> _Driver:
+    return _Driver()
+
+
+_lock = threading.Lock()
+_functions: dict[tuple[Kind, Cut, int], int] = {}
+
+
+def _function(kind: Kind, cut: Cut, device: int) -> int:
+    key = (kind, cut, device)
+    if key not in _functions:
+        with _lock:
+            if key not in _functions:
+                _functions[key] = _driver().function(_code(kind, cut), cut.shared_bytes)
+    return _functions[key]
+
+
+@functools.cache
+def _code(kind: Kind, cut: Cut) -> bytes:
+    return machine_code(kind, cut)[0]
+
+
+@functools.lru_cache(maxsize=8192)
+def _weight_map(address: int, rows: int, row_bytes: int, box_rows: int, element: int) -> bytes:
+    """The same values give the same map, whatever lies there: maps of weights are made once."""
+    return _driver().tensor_map(address, rows, row_bytes, box_rows, element)
+
+
+@functools.cache
+def _works(index: int | None) -> bool:
+    if os.environ.get(VARIABLE) == "0":
+        log.info("%s=0: products of a few rows run on the libraries' kernels", VARIABLE)
+        return False
+    if torch.version.cuda is None or torch.cuda.get_device_capability(index) != CAPABILITY:
+        return False
+    try:
+        with torch.cuda.device(index):
+            _function("bf16", Cut(1, 32, 1, 2), torch.cuda.current_device())
+    except (CompilerMissing, DriverError) as error:
+        log.warning("products of a few rows run on the libraries' kernels, slower: %s", error)
+        return False
+    return True
+
+
+def serves(device: torch.device) -> bool:
+    """Whether ``device`` is a Hopper GPU, the kernel compiles and loads, and ``LQRL_HOPPER`` is not 0."""
+    return device.type == "cuda" and _works(device.index)
+
+
+def cut_of(x: Tensor, weight: Tensor) -> Cut | None:
+    """The cut for ``[M, K]`` times ``[N, K]``; ``None`` where a library is faster, or the kernel does not fit.
+
+    It takes few rows, both operands contiguous and of a dtype of its own, and whole pieces of 16 bytes.
+    """
+    if x.dim() != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or x.dtype not in _KINDS:
+        return None
+    if not serves(x.device) or not (x.is_contiguous() and weight.is_contiguous()):
+        return None
+    (m, k), (n, depth) = x.shape, weight.shape
+    if depth != k or n % 8 or k * x.itemsize % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    return cut_for(_KINDS[x.dtype], m, n, k)
+
+
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`torch.nn.functional.linear` without bias and gradient, by this kernel where that is faster."""
+    cut = cut_of(x, weight) if x.is_cuda else None
+    return F.linear(x, weight) if cut is None else linear(x, weight, cut)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    cut: Cut,
+    token_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+) -> Tensor:
+    """bf16 ``[M, N]``: ``x @ weight.T``, or ``(x @ weight.T * weight_scale) * token_scale`` of codes, rounded once.
+
+    Sums are fp32, or exact in int8, in one chain along K for each split, and the splits' are added in order: with one
+    split a result has the bits of any kernel with such a chain, cuBLAS's among them.
+
+    Args:
+        x: ``[M, K]`` bf16, e4m3 or int8, contiguous.
+        weight: ``[N, K]``, the same dtype, contiguous; see `cut_of`.
+        cut: how the product is cut.
+        token_scale: fp32, of M elements, for codes.
+        weight_scale: fp32, of N elements, for codes.
+    """
+    (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    if not m:
+        return out
+    row_bytes, element = k * x.itemsize, _BFLOAT16 if kind == "bf16" else _UINT8
+    with torch.cuda.device_of(x):
+        function = _function(kind, cut, x.get_device())
+        weights = _weight_map(weight.data_ptr(), n, row_bytes, cut.outputs, element)
+        inputs = _driver().tensor_map(x.data_ptr(), m, row_bytes, cut.rows, element)
+        scales = (
+            (None, None)
+            if token_scale is None or weight_scale is None
+            else (token_scale.contiguous().data_ptr(), weight_scale.contiguous().data_ptr())
+        )
+        arguments = [
+            *(ctypes.create_string_buffer(words, _MAP_BYTES) for words in (weights, inputs)),
+            *(ctypes.c_void_p(address) for address in (out.data_ptr(), *scales)),
+            *(ctypes.c_int(value) for value in (m, n, tiles(row_bytes, STEP_BYTES))),
+        ]
+        grid = (tiles(n, cut.outputs) * cut.splits, tiles(m, cut.rows))
+        _driver().launch(function, grid, 128 * (cut.groups + 1), cut.shared_bytes, arguments)
+    return out

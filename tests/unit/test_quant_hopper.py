@@ -1,0 +1,171 @@
+"""Products of a few rows on Hopper: the cuts, the compiled code, and on a GPU the bits."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lqrl.quant import fp8_gemm, hopper_gemm, hopper_source, kernels
+from lqrl.quant.hopper_cuts import MOST_ROWS, cut_for, microseconds
+from lqrl.quant.hopper_source import Cut, Kind
+
+KINDS: tuple[Kind, ...] = ("bf16", "e4m3", "int8")
+CUTS = [
+    Cut(groups, rows, splits, 3)
+    for groups, rows, splits in product((1, 2, 3), (16, 32, 64, 128, 256), (1, 2, 4))
+    if rows // splits % 16 == 0
+]
+
+
+def hopper() -> torch.device:
+    if not torch.cuda.is_available() or not hopper_gemm.serves(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("wrong", [(0, 64, 1), (4, 64, 1), (1, 48, 1), (1, 64, 3), (1, 32, 4), (2, 16, 2)])
+def test_cuts_that_the_kernel_does_not_know_are_refused(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="Cut"):
+        Cut(*wrong, 4)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 400), st.integers(1, 4000), st.integers(1, 2000))
+def test_a_chosen_cut_is_one_that_runs(kind: Kind, m: int, n: int, k: int) -> None:
+    cut = cut_for(kind, m, 8 * n, 16 * k)
+    if m > MOST_ROWS:
+        assert cut is None
+    if cut is None:
+        return
+    steps = -(-16 * k * (2 if kind == "bf16" else 1) // hopper_source.STEP_BYTES)
+    assert 2 <= cut.stages <= steps // cut.splits
+    assert cut.shared_bytes <= 227 * 1024
+    assert kind != "e4m3" or cut.splits == 1, "splits would change the bits of e4m3"
+
+
+def test_measured_choices() -> None:
+    assert cut_for("int8", 256, 24576, 4096) == Cut(3, 256, 1, 4), "128 blocks fill the card"
+    assert cut_for("bf16", 256, 4096, 12288) == Cut(1, 256, 2, 5), "so do 64 pairs"
+    assert cut_for("bf16", 256, 6144, 4096) is None, "96 blocks do not, and cuBLAS is faster"
+    assert cut_for("e4m3", 256, 51200, 5120) is None
+    assert cut_for("e4m3", 64, 4096, 4096) == Cut(1, 64, 1, 12)
+    fast, slow = (microseconds("int8", Cut(1, 64, splits, 6), 64, 1024, 3072) for splits in (4, 1))
+    assert fast < slow, "sixteen blocks leave most of the card idle"
+
+
+def test_off_the_gpu_it_is_a_linear_layer() -> None:
+    x, weight = torch.randn(4, 32), torch.randn(8, 32)
+    assert torch.equal(hopper_gemm.plain_linear(x, weight), F.linear(x, weight))
+    assert not hopper_gemm.serves(torch.device("cpu"))
+    assert hopper_gemm.cut_of(x.bfloat16(), weight.bfloat16()) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_code_waits_for_no_instruction_and_keeps_sums_in_registers(kind: Kind) -> None:
+    for cut in CUTS:
+        try:
+            code, said = hopper_source.machine_code(kind, cut, ("--ptxas-options=-v",))
+        except hopper_source.CompilerMissing as error:
+            pytest.skip(str(error))
+        assert code.startswith(b"\x7fELF")
+        assert "wgmma" not in said, f"{cut}: {said}"  # warnings of ptxas about instructions one after the other
+        spilled = re.search(r"(\d+) bytes spill stores", said)
+        assert spilled is not None
+        assert int(spilled[1]) <= 8, f"{cut}: {said}"
+
+
+def operands(kind: Kind, m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(m + n + k)
+    x, w = (torch.randn(rows, k, device=device, generator=generator) for rows in (m, n))
+    scales = [torch.rand(rows, 1, device=device, generator=generator) + 0.5 for rows in (m, n)]
+    if kind == "bf16":
+        return x.bfloat16(), w.bfloat16(), *scales
+    if kind == "e4m3":
+        return x.mul(50).to(torch.float8_e4m3fn), w.mul(50).to(torch.float8_e4m3fn), *scales
+    return x.mul(40).to(torch.int8), w.mul(40).to(torch.int8), *scales
+
+
+def reference(kind: Kind, x: Tensor, w: Tensor, token: Tensor, weight: Tensor) -> Tensor:
+    """The library's product, padded to what it takes."""
+    if kind == "bf16":
+        return F.linear(x, w)
+    if kind == "e4m3":
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x, w.t(), token, weight.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    acc = kernels.TorchBackend().mm(x, w, len(w))
+    return acc.float().mul_(weight.view(1, -1)).mul_(token).bfloat16()
+
+
+SHAPES = [(256, 768, 1024), (37, 272, 1040), (1, 4096, 512), (100, 1024, 4096), (250, 208, 272)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_cut_has_the_bits_of_the_library(kind: Kind, shape: tuple[int, int, int]) -> None:
+    device = hopper()
+    x, w, token, weight = operands(kind, *shape, device)
+    scales = () if kind == "bf16" else (token, weight)
+    wanted = reference(kind, x, w, token, weight)
+    exact = x.double() @ w.double().t()
+    if scales:
+        exact = exact * weight.view(1, -1).double() * token.double()
+    for cut in CUTS:
+        got = hopper_gemm.linear(x, w, cut, *scales)
+        if kind == "int8" or (cut.splits == 1 and shape != (1, 4096, 512)):  # for one row cuBLAS has another kernel
+            assert torch.equal(got, wanted), cut
+        else:  # another order of the sums; tensor cores keep few bits of e4m3's
+            error = float((got.double() - exact).norm() / exact.norm())
+            assert error < (4e-3 if kind == "e4m3" else 2.5e-3), (cut, error)
+        assert torch.equal(got, hopper_gemm.linear(x, w, cut, *scales)), f"{cut}: two runs differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_graph_it_waits_for_what_makes_its_input(kind: Kind) -> None:
+    device = hopper()
+    x, w, token, weight = operands(kind, 64, 4096, 4096, device)
+    scales = () if kind == "bf16" else (token, weight)
+    source, moving = x.clone(), torch.zeros_like(x)
+    spread = torch.empty(1 << 26, device=device)
+    cut = hopper_gemm.cut_of(x, w)
+    assert cut is not None
+    hopper_gemm.linear(x, w, cut, *scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = []
+        for _ in range(4):
+            moving.copy_(torch.zeros_like(x))
+            spread.fill_(1.0)  # long enough for a product that does not wait to read zeros
+            moving.copy_(source)
+            outs.append(hopper_gemm.linear(moving, w, cut, *scales))
+    for seed in range(5):
+        source.copy_(operands(kind, 64, 4096, 4096 + 16 * seed, device)[0][:, :4096])
+        graph.replay()
+        torch.cuda.synchronize()
+        for out in outs:
+            assert torch.equal(out, hopper_gemm.linear(source, w, cut, *scales))
+
+
+@pytest.mark.gpu
+def test_formats_take_it_and_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = hopper()
+    for m in (1, 8, 64, 100, 256):
+        x, w, token, weight = operands("e4m3", m, 1024, 2048, device)
+        assert hopper_gemm.cut_of(x, w) is not None
+        wanted = reference("e4m3", x, w, token, weight)
+        got = fp8_gemm.row_scaled(x, token, w, weight, torch.bfloat16)
+        assert m == 1 or torch.equal(got, wanted)
+        x, w, token, weight = operands("int8", m, 1024, 2048, device)
+        bias = torch.randn(1024, device=device)
+        got = kernels.int8_coded_linear(x, token, w, weight, bias, torch.bfloat16)
+        assert torch.equal(got, reference("int8", x, w, token, weight) + bias.bfloat16())
+    monkeypatch.setattr(hopper_gemm, "cut_of", lambda x, w: None)
+    assert torch.equal(got, kernels.int8_coded_linear(x, token, w, weight, bias, torch.bfloat16))
