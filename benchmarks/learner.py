@@ -9,7 +9,11 @@ from given hidden states, against full logits: its memory is the peak less its o
 
     python benchmarks/learner.py
     python benchmarks/learner.py --models 4B --learners transformers none fp8_per_channel --rows results.jsonl
+    python benchmarks/learner.py --models 0.6B --learners none int8_w8a8 --budget-tokens 32768 --compile --limit 300
     python benchmarks/learner.py --models tiny --device cpu --total 512 --longest 64 --budget-tokens 128 --repeats 1
+
+``--compile`` measures every learner of this library a second time, with the layers of transformers under
+``torch.compile`` (dynamic shapes) in place of the fused kernels; attention and aligned products stay as they are.
 
 Each learner runs in a process of its own; one that fails or takes longer than ``--limit`` seconds costs one row.
 """
@@ -88,6 +92,9 @@ def measure_case(case: Row) -> None:
         if case["kernels"] and device.type == "cuda":
             before()
             shared["kernels"] = kernel_lines(run, case["kernels"], "an optimizer step's gradients")
+        if case["host"]:
+            before()
+            shared["host"] = host_lines(run, case["host"])
         send(shared | {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "peak_bytes": peak})
     except Exception as error:
         send(shared | failure(error))
@@ -110,6 +117,19 @@ def measure(run: Callable[[], object], before: Callable[[], object], repeats: in
         if turn:
             times.append(time.perf_counter() - started)
     return statistics.median(times), torch.cuda.max_memory_allocated(device) if cuda else None
+
+
+def host_lines(run: Callable[[], object], count: int) -> list[str]:
+    """Where the host's time goes in ``run``, by functions; that of backward passes on a GPU is another thread's."""
+    import cProfile
+    import io
+    import pstats
+
+    text = io.StringIO()
+    with cProfile.Profile() as profile:
+        run()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(count)
+    return [line for line in text.getvalue().splitlines() if line.strip()]
 
 
 def make_batch(model: str, lengths: Sequence[tuple[int, int]]) -> TrainBatch:
@@ -156,7 +176,9 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
     if scheme.quantizes:
         prepare_(policy, scheme, export_dtype=dtype)
     policy.train()
-    if kernels_work(device):
+    if case["compiled"]:
+        compile_layers_(policy)
+    elif kernels_work(device):
         fuse_layers_(policy)
     scorer = Scorer(policy, 1.0, dtype)
 
@@ -177,6 +199,27 @@ def policy_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
             torch.autograd.graph.increment_version(parameter)
 
     return step, before
+
+
+def compile_layers_(policy: Any) -> None:
+    """Compile each decoder layer for any number of tokens.
+
+    Attention knows its lengths and its layer as numbers of the host, each of which would be compiled anew, and an
+    aligned product runs this library's kernels: both are left out, and part a layer's graph.
+    """
+    import torch
+    from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from lqrl.modeling.attention import ATTENTION_NAME, lqrl_attention
+    from lqrl.quant.linear import AlignedLinear
+
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(lqrl_attention))
+    for module in policy.modules():
+        if isinstance(module, AlignedLinear):
+            module.forward = torch.compiler.disable(module.forward)
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
 
 
 def transformers_step(case: Row, batch: TrainBatch, device: Any, dtype: Any) -> Step:
@@ -248,8 +291,12 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
         learners = sorted(args.learners, key=lambda name: (name not in first, name != PEER))
         for learner, budget in learners_and_budgets(args, model, learners):
             case = {"model": model, "learner": learner, "lengths": lengths, "budget": budget, "repeats": args.repeats}
-            case |= {"device": args.device, "dtype": args.dtype, "kernels": args.kernels}
-            jobs.append(Job(__file__, case, [{"model": model, "learner": learner, "budget": budget}]))
+            case |= {"device": args.device, "dtype": args.dtype}
+            case |= {"kernels": args.kernels, "host": args.host}
+            for compiled in (False, True) if args.compile and learner not in (PEER, *HEADS) else (False,):
+                name = f"{learner}, compiled" if compiled else learner
+                row = {"model": model, "learner": name, "budget": budget}
+                jobs.append(Job(__file__, case | {"compiled": compiled}, [row]))
     return jobs
 
 
@@ -313,7 +360,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-budget-tokens", type=int, nargs="+", help=f"the same for {PEER}, where it is another")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters and products")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="every learner under torch.compile too")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels of each learner, on a GPU")
+    parser.add_argument("--host", type=int, default=0, help="list so many functions by the host's time in each learner")
     add_job_options(parser, "one row", limit=120)
     return parser.parse_args(argv)
 
@@ -339,7 +388,7 @@ def main() -> None:
         row = ratios.add(row)
         record.add(row | {"total": args.total, "longest": args.longest})
         show(table, row)
-        for line in row.get("kernels", ()):
+        for line in (*row.get("kernels", ()), *row.get("host", ())):
             print(line)
     print(f"\n{time.perf_counter() - started:.0f} s")
 

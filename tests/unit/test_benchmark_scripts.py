@@ -164,6 +164,21 @@ def test_lengths_are_mixed_and_add_up(learner):
     assert learner.padded_tokens([3, 5, 2, 1, 4], 2) == 2 * 5 + 2 * 2 + 4
 
 
+def test_learners_of_this_library_are_compiled_too(learner):
+    names = ["--models", "0.6B", "--learners", "transformers", "none", "int8_w8a8", "--budget-tokens", "512"]
+    jobs = learner.make_jobs(learner.parse([*names, "--compile"]))
+    rows = [(job.case["learner"], job.case["compiled"], job.rows[0]["learner"]) for job in jobs]
+    assert rows == [
+        ("transformers", False, "transformers"),
+        ("none", False, "none"),
+        ("none", True, "none, compiled"),
+        ("int8_w8a8", False, "int8_w8a8"),
+        ("int8_w8a8", True, "int8_w8a8, compiled"),
+        *((way, False, way) for way in learner.HEADS),
+    ]
+    assert not any(job.case["compiled"] for job in learner.make_jobs(learner.parse(names)))
+
+
 def test_ratios_of_learners_are_to_their_own_peers(learner):
     ratios = learner.Ratios()
 
