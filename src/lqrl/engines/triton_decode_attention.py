@@ -39,6 +39,7 @@ from lqrl.quant.triton_casts import (
     int8_to_fp16,
     to_bf16,
 )
+from lqrl.quant.triton_overlap import next_may_begin
 from lqrl.quant.triton_use import TENSOR_CORES_FP8, multiprocessors, power_of_two, tiles, use_triton
 
 _LOG2_E = 1.4426950408889634
@@ -201,6 +202,7 @@ def _decode(
 
     ``EACH``: values in an element of ``v_ptr``, 2 if it holds pairs of codes. ``new``: of `_new_token`, or none.
     """
+    next_may_begin()
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     group_tiles: tl.constexpr = (GROUP + BG - 1) // BG
     head, group = tl.program_id(0) // group_tiles, tl.program_id(0) % group_tiles * BG + tl.arange(0, BG)
@@ -257,6 +259,7 @@ def _join(
     DV: tl.constexpr, BF16: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence, from the parts that found work."""
+    next_may_begin()
     row = tl.program_id(1).to(tl.int64)
     own = row * tl.num_programs(0) + tl.program_id(0)
     split, width = tl.arange(0, S), tl.arange(0, BDV)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lqrl.quant.triton_casts import rounded_to_bf16, to_bf16
+from lqrl.quant.triton_overlap import next_may_begin
 from lqrl.quant.triton_use import power_of_two, tiles
 
 _TILE = 2048  # elements of a program, where a row has fewer
@@ -61,6 +62,7 @@ def _rms_norm(
     x_ptr, delta_ptr, sum_ptr, weight_ptr, out_ptr, inverse_ptr, rows, eps,
     WIDTH: tl.constexpr, ADD: tl.constexpr, BF16: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    next_may_begin()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     out = normed_rows(
         x_ptr, delta_ptr, sum_ptr, weight_ptr, inverse_ptr, row, rows, eps, WIDTH, ADD, BF16, BLOCK
@@ -89,6 +91,7 @@ def gated(
 def _silu(
     x_ptr, x_stride, up_ptr, up_stride, out_ptr, width, GATED: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    next_may_begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = gated(x_ptr + row * x_stride, up_ptr + row * up_stride, column, width, GATED, BF16)

@@ -19,6 +19,7 @@ from lqrl.quant.numerics import INT8_MAX
 from lqrl.quant.numerics.fp8 import FP8_SCALE_FLOOR
 from lqrl.quant.triton_casts import rounded_to_bf16, to_bf16
 from lqrl.quant.triton_exact_rows import WARPS, aligned, gated, normed_rows, rows_together
+from lqrl.quant.triton_overlap import next_may_begin
 from lqrl.quant.triton_quantize import NAN_CODE, magnitude, row_codes, row_scale
 from lqrl.quant.triton_use import power_of_two, tiles
 
@@ -59,6 +60,7 @@ def _norm_quantize(
     The compiler gives neighbors to a thread by the widest access: otherwise the squares would be added in another order
     than by the norm alone.
     """
+    next_may_begin()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     out = normed_rows(x_ptr, delta_ptr, sum_ptr, weight_ptr, inverse_ptr, row, rows, eps, WIDTH, ADD, BF16, BLOCK)
     out = _rounded(out, BF16)
@@ -95,6 +97,7 @@ def _silu_quantize(
 
     ``KEEP``: the product is written too.
     """
+    next_may_begin()
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     gate_ptr += row * gate_stride
     up_ptr += row * up_stride

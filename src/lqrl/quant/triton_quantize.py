@@ -24,6 +24,7 @@ from lqrl.quant.numerics.fp8 import (
 )
 from lqrl.quant.numerics.int4 import INT4_SCALE_FLOOR
 from lqrl.quant.triton_casts import from_bf16, quotient, rounded_to_bf16, to_bf16, to_e4m3, to_integer
+from lqrl.quant.triton_overlap import next_may_begin
 from lqrl.quant.triton_use import power_of_two, tiles
 
 WIDEST = 32768  # a longer row is read twice instead of kept in registers
@@ -127,6 +128,7 @@ def _rows(
     x_ptr, codes_ptr, scale_ptr, columns, stride, largest, floor,
     FP8: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    next_may_begin()
     row = tl.program_id(0).to(tl.int64)
     quantize_row(
         x_ptr + row * stride, codes_ptr + row * columns, scale_ptr + row, columns, largest, floor,
