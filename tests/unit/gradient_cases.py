@@ -207,18 +207,20 @@ def check_products_apart(device: torch.device) -> None:
             )
             token, scale = (torch.rand(n, 1, generator=generator).to(device) + 0.1 for n in (m, sum(widths)))
             for tile in tiles:
-                got = t.gemm_apart(codes, weight, scale, token, widths, torch.bfloat16, tile)
-                assert all(out.is_contiguous() for out in got)
-                each = zip(weight.split(widths), scale.split(widths), strict=True)
-                wanted = [t.gemm(codes, w, s, token, None, torch.bfloat16, tile) for w, s in each]
-                same(got, wanted, f"{widths} {m} {tile}")
+                for bias in (None, scale[:, 0] * 99):
+                    got = t.gemm_apart(codes, weight, scale, token, bias, widths, torch.bfloat16, tile)
+                    assert all(out.is_contiguous() for out in got)
+                    biases = [None] * len(widths) if bias is None else bias.split(widths)
+                    each = zip(weight.split(widths), scale.split(widths), biases, strict=True)
+                    wanted = [t.gemm(codes, w, s, token, b, torch.bfloat16, tile) for w, s, b in each]
+                    same(got, wanted, f"{widths} {m} {tile}")
     assert not t.parts_fit([unit, unit + 8], tiles[0])
     assert not t.parts_fit([unit, unit], Tile(16, unit, 32, 4, 3, splits=2))
 
 
 def check_aligned_layers(device: torch.device) -> None:
     """Aligned decoders with codes from norms and SiLU: the bits of quantizers of their own, launches saved."""
-    from transformers import Qwen3Config
+    from transformers import Qwen2Config
 
     from lqrl.modeling import fused
     from lqrl.modeling.backbone import load_model
@@ -226,9 +228,9 @@ def check_aligned_layers(device: torch.device) -> None:
     from lqrl.quant import QuantScheme, prepare_, shared_input, triton_int8
     from lqrl.quant.triton_tiles import Tile
 
-    config = Qwen3Config(
+    config = Qwen2Config(  # biases of query, key and value alone
         vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+        num_key_value_heads=2, initializer_range=0.3,
     )  # fmt: skip
     lengths = [5, 4]
     with ExitStack() as patches:
@@ -239,6 +241,9 @@ def check_aligned_layers(device: torch.device) -> None:
             policy = load_model(config, dtype=torch.bfloat16, device=device, seed=0)
             prepare_(policy, QuantScheme.preset(name), export_dtype=torch.bfloat16)
             fused.fuse_layers_(policy)
+            with torch.no_grad():
+                for key, parameter in policy.named_parameters():
+                    parameter.add_(0.1 if key.endswith("bias") else 0)
             with counted(fused, shared_input) as counts:
                 found = outcome(policy, lengths, torch.bfloat16)
             assert counts["quantized"] == 0, counts
@@ -248,14 +253,25 @@ def check_aligned_layers(device: torch.device) -> None:
                 alone = outcome(policy, lengths, torch.bfloat16)
                 with patch.object(shared_input, "shared_codes", lambda *_: None):  # each layer quantizes
                     plain = outcome(policy, lengths, torch.bfloat16)
-            same(list(found.values()), list(alone.values()), name)
-            assert torch.equal(found["logprobs"], plain["logprobs"]), name
-            for key, wanted in plain.items():
-                error = (found[key] - wanted).abs().max() / wanted.abs().max()
-                assert error <= 4e-2, (name, key, float(error))
+            alike(found, alone, name, device.type == "cpu")
+            alike(found, plain, name, False)
             recompute_layers_(policy.train())
             again = outcome(policy, lengths, torch.bfloat16)
-            same(list(again.values()), list(found.values()), f"{name}, recomputed")
+            alike(again, found, f"{name}, recomputed", device.type == "cpu")
+
+
+def alike(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str, bits: bool) -> None:
+    """Log-probs of the same bits, and so the gradients or near them: on a GPU those of attention are added as it comes.
+
+    The gradient of an input that layers share is rounded fewer times than theirs alone.
+    """
+    assert found.keys() == wanted.keys(), where
+    assert torch.equal(found["logprobs"], wanted["logprobs"]), where
+    for key, true in wanted.items():
+        if key.endswith("k_proj.bias") and not bits:
+            continue  # softmax does not see it: rounding is all there is
+        error = (found[key].float() - true.float()).abs().max() / true.float().abs().max()
+        assert error <= (0 if bits else 4e-2), (where, key, float(error))
 
 
 @contextmanager

@@ -59,9 +59,11 @@ def _forward(x: Tensor, coded: Coded, layers: Sequence[AlignedLinear], codes: Se
     method = codes[0].method
     shipped = [None if layer.bias is None else layer.bias.to(layer.export_dtype) for layer in layers]
     if all(made.method == method for made in codes):
-        operands = None if any(bias is not None for bias in shipped) else _joined(codes)
+        biases = [bias for bias in shipped if bias is not None]
+        operands = _joined(codes) if len(biases) in (0, len(layers)) else None
         if operands is not None:
-            outs = method.coded_apart(coded, operands, [layer.out_features for layer in layers], x.dtype)
+            bias = torch.cat(biases) if biases else None
+            outs = method.coded_apart(coded, operands, bias, [layer.out_features for layer in layers], x.dtype)
             if outs is not None:
                 return outs
     each = zip(codes, shipped, strict=True)

@@ -42,7 +42,13 @@ def tile_for(m: int, n: int, k: int) -> Tile | None:
 
 
 def apart(
-    x: Tensor, token_scale: Tensor, weight: Tensor, weight_scale: Tensor, widths: Sequence[int], dtype: torch.dtype
+    x: Tensor,
+    token_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    widths: Sequence[int],
+    dtype: torch.dtype,
 ) -> list[Tensor] | None:
     """`gemm` with the weights of several layers, whose outputs are tensors of their own.
 
@@ -51,6 +57,7 @@ def apart(
         token_scale: fp32, of M elements.
         weight: codes ``[N, K]`` of all layers, contiguous.
         weight_scale: fp32, of N elements.
+        bias: ``[N]`` or none.
         widths: outputs of each layer, N in all.
         dtype: of the result, fp32 or bf16.
 
@@ -61,7 +68,7 @@ def apart(
     tile = tile_for(m, n, k)
     if tile is None or weight.shape != (n, k) or not parts_fit(widths, tile):
         return None
-    return gemm_apart(x, weight, weight_scale, token_scale, widths, dtype, tile)
+    return gemm_apart(x, weight, weight_scale, token_scale, bias, widths, dtype, tile)
 
 
 def epilogue(acc: Tensor, weight_scale: Tensor, token_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

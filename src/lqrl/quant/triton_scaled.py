@@ -53,6 +53,7 @@ def _gemm(
         width = tl.where(column < FIRST, FIRST, tl.where(column < SECOND, SECOND - FIRST, n - SECOND))
         out_ptr += m.to(tl.int64) * start
         weight_ptr += start
+        bias_ptr += start
         store_tile(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns - start, m, width, True, BIAS, BF16)
     elif SCALED:
         store_tile(acc, out_ptr, token_ptr, weight_ptr, bias_ptr, rows, columns, m, n, True, BIAS, BF16)
@@ -126,14 +127,15 @@ def gemm_apart(
     weight: Tensor,
     weight_scale: Tensor,
     token_scale: Tensor,
+    bias: Tensor | None,
     widths: Sequence[int],
     dtype: torch.dtype,
     tile: Tile,
 ) -> list[Tensor]:
-    """`gemm` without bias whose columns are written to matrices of their own: ``[M, widths[i]]``, each contiguous.
+    """`gemm` whose columns are written to matrices of their own: ``[M, widths[i]]``, each contiguous.
 
     Args:
-        x, weight, weight_scale, token_scale, dtype: as for `gemm`.
+        x, weight, weight_scale, token_scale, bias, dtype: as for `gemm`.
         widths: of the matrices, N in all.
         tile: `parts_fit` it.
 
@@ -143,7 +145,7 @@ def gemm_apart(
     if not parts_fit(widths, tile) or sum(widths) != weight_scale.numel():
         raise ValueError(f"widths {list(widths)} of {weight_scale.numel()} outputs are not two or three of {tile}")
     m, first = len(x), widths[0]
-    out = _gemm_into((first, first + widths[1]), x, weight, weight_scale, token_scale, None, dtype, tile)
+    out = _gemm_into((first, first + widths[1]), x, weight, weight_scale, token_scale, bias, dtype, tile)
     parts = out.view(-1).split([m * width for width in widths])
     return [part.view(m, width) for part, width in zip(parts, widths, strict=True)]
 

@@ -96,13 +96,14 @@ class LinearMethod(ABC):
         raise NotImplementedError(f"{self} takes no ready codes: call linear")
 
     def coded_apart(
-        self, x: Coded, operands: Operands, widths: Sequence[int], dtype: torch.dtype
+        self, x: Coded, operands: Operands, bias: Tensor | None, widths: Sequence[int], dtype: torch.dtype
     ) -> list[Tensor] | None:
         """`coded_linear` with the operands of several layers, whose outputs are tensors of their own.
 
         Args:
             x: the tokens ``[M, K]``.
             operands: of all layers, the rows of one behind those of the other.
+            bias: of all layers likewise, or none.
             widths: outputs of each layer.
             dtype: of the result.
 

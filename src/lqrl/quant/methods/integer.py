@@ -67,7 +67,7 @@ class IntegerGemm(LinearMethod):
         return kernels.int8_coded_linear(x.codes, x.scale, packed, scale, bias, dtype)
 
     def coded_apart(
-        self, x: Coded, operands: Operands, widths: Sequence[int], dtype: torch.dtype
+        self, x: Coded, operands: Operands, bias: Tensor | None, widths: Sequence[int], dtype: torch.dtype
     ) -> list[Tensor] | None:
         """By a Triton kernel whose tiles end with the layers, on GPUs where it is."""
         if self.token_codes is None or not use_triton(x.codes) or kernels.int8_backend(x.codes.device) != "torch":
@@ -75,7 +75,7 @@ class IntegerGemm(LinearMethod):
         from lqrl.quant import triton_int8
 
         packed, scale = operands
-        return triton_int8.apart(x.codes, x.scale, packed, scale, widths, dtype)
+        return triton_int8.apart(x.codes, x.scale, packed, scale, bias, widths, dtype)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""
