@@ -53,6 +53,7 @@ for name in $parts; do
         part decode_step 150 python3 benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 14 --formats none \
             none+kv_fp8_static fp8_per_channel+kv_fp8_static int8_w8a8 int4_w4a16
         part decode_attention 120 python3 benchmarks/decode_attention.py --splits 1 2 4
+        part cache_write 40 python3 benchmarks/cache_write.py
         part prefill 90 python3 benchmarks/prefill.py --kernels 12
         part decode_rows 40 python3 benchmarks/decode_rows.py
         ;;

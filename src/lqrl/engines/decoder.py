@@ -16,6 +16,7 @@ from lqrl.engines.fused_decoder import FusedDecoder
 from lqrl.engines.layers import fuse_projections_
 from lqrl.engines.lean import LeanDecoder
 from lqrl.engines.probe import Probe, Run, deviation
+from lqrl.engines.slots import PrefillContext
 from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import attention_shapes, load_model, output_weight, run_decoder
 from lqrl.modeling.exact import exact_engine_
@@ -126,6 +127,12 @@ class Decoder:
         if self.lean is not None:
             return self.lean(tokens, positions, context)
         return run_decoder(self.model, tokens[None], positions[None], context)
+
+    def prefill(self, tokens: Tensor, context: PrefillContext) -> Tensor:
+        """Hidden states ``[S, H]`` of the last token of each prompt of ``context``, whose cache then holds them all."""
+        if isinstance(self.lean, FusedDecoder):
+            return self.lean.last(tokens, context)
+        return self(tokens, context.position_ids, context).index_select(0, context.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: ``[N, H]`` to fp32 ``[N, V]``, the arithmetic that the learner's log-probs use."""

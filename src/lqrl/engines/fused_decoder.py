@@ -1,8 +1,9 @@
-"""The decoder layers on CUDA in nine or ten launches: norm, product, rotation and cache, attention, product; again.
+"""The decoder layers on CUDA in few launches: norm, product, rotation and cache, attention, product; norm, and so on.
 
 Sums, roundings and order are those of transformers' layers but for attention, which keeps fp32 where they round, and
 for the sums inside norms. In exact mode all of it has the bits of the exact modules, whose kernels, or whose arithmetic
-inside larger ones, these are. Queries, keys and values never exist apart from the cache.
+inside larger ones, these are. Keys and values never exist apart from the cache, nor do, in a decode step out of exact
+mode, the rotated queries: attention takes the product as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lqrl.engines.layers import (
     split_product,
     take_apart,
 )
-from lqrl.engines.slots import SlotContext
+from lqrl.engines.slots import PrefillContext, SlotContext
 from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import AttentionShape
 from lqrl.modeling.exact import is_silu
@@ -92,13 +93,31 @@ class FusedDecoder:
         """
         if not isinstance(context, SlotContext):
             raise TypeError(f"fused layers attend over a slot cache, not through {type(context).__name__}")
-        x, delta = self._embed(tokens), None
-        for index, layer in enumerate(self._layers):
+        x, delta = self._through(self._layers, self._embed(tokens), context)
+        return self._norm(x, delta)[1]
+
+    def last(self, tokens: Tensor, context: PrefillContext) -> Tensor:
+        """Hidden states ``[S, H]`` of the last token of each prompt of ``context``.
+
+        Those of a call, up to rounding, and with its bits in exact mode. Of the last layer, the other tokens are given
+        keys and values alone, which is what later tokens need of them.
+        """
+        *layers, layer = self._layers
+        x, product = layer.project(*self._through(layers, self._embed(tokens), context))
+        attended = context.attend_last(len(layers), product, layer.rotation, layer.shape)
+        x, gate_up = layer.expand(x.index_select(0, context.last), layer.output(attended))
+        return self._norm(x, layer.contract(gate_up))[1]
+
+    @staticmethod
+    def _through(layers: Sequence[_Layer], x: Tensor, context: SlotContext) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the first layers, in two summands."""
+        delta = None
+        for index, layer in enumerate(layers):
             x, product = layer.project(x, delta)
             delta = layer.output(context.attend_product(index, product, layer.rotation, layer.shape))
             x, gate_up = layer.expand(x, delta)
             delta = layer.contract(gate_up)
-        return self._norm(x, delta)[1]
+        return x, delta
 
 
 def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:

@@ -216,7 +216,7 @@ class Generation:
             prompts = [batch.groups[i].prompt.input_ids for i in fresh]
             context = PrefillContext(self._cache, [len(p) for p in prompts], [slots[i][0] for i in fresh])
             ids = torch.tensor([token for p in prompts for token in p], device=self._device)
-            hidden = self._decoder(ids, context.position_ids, context).index_select(0, context.last)
+            hidden = self._decoder.prefill(ids, context)
             for i, h in zip(fresh, hidden, strict=True):
                 batch.groups[i].hidden = h
         source, target, longest = [], [], 0

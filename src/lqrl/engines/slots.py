@@ -283,16 +283,29 @@ class PrefillContext(PackedContext, SlotContext):
         self._cache = cache
         self._rows: dict[int, Tensor] = {}
         starts = counts.cumsum(0) - counts
-        table = torch.stack([starts, counts, torch.tensor(slots), torch.zeros_like(counts)])
-        self._in_slots = exact.Sequences(table.to(cache.device), self.longest, self.longest)
+        at, none = torch.tensor(slots), torch.zeros_like(counts)
+        last = [torch.arange(len(counts)), none + 1, at, counts - 1]
+        tables = torch.stack([starts, counts, at, none, *last]).to(cache.device)
+        self._in_slots = exact.Sequences(tables[:4], self.longest, self.longest)
+        self._last_in_slots = exact.Sequences(tables[4:], 1, self.longest)
 
     def attend_product(
         self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
     ) -> Tensor:
         """Every prompt attends to what it has left in its slot."""
         q = self._cache.rotate_and_write(layer_idx, product, rotation, self.position_ids, self._slots)
+        return self._attend_in_slots(layer_idx, q, self._in_slots, shape)
+
+    def attend_last(
+        self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
+    ) -> Tensor:
+        """As `attend_product`, of every prompt's last token alone: ``[S, H * Dv]``. All leave keys and values."""
+        q = self._cache.rotate_and_write(layer_idx, product, rotation, self.position_ids, self._slots)
+        return self._attend_in_slots(layer_idx, q.index_select(0, self.last), self._last_in_slots, shape)
+
+    def _attend_in_slots(self, layer_idx: int, q: Tensor, sequences: exact.Sequences, shape: AttentionShape) -> Tensor:
         stored = self._cache.stored(layer_idx, self._cache.slots, self._cache.length)
-        return exact.attention(q, *stored, self._in_slots, shape.scaling, shape.sliding_window).flatten(1)
+        return exact.attention(q, *stored, sequences, shape.scaling, shape.sliding_window).flatten(1)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None

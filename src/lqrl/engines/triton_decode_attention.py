@@ -211,7 +211,6 @@ def _decode(
         return
     width, column = tl.arange(0, BD), tl.arange(0, BDV // EACH)
     own = (row * (tl.num_programs(0) // group_tiles) + head) * GROUP + group
-    unit = scale * tl.load(k_scale_ptr) if BY_LAYER else scale
     k_at, v_at = row * k_slot + head * k_head, row * v_slot + head * v_head
     scale_at = row * scale_slot + head * scale_head
     if new is not None:
@@ -222,7 +221,7 @@ def _decode(
         )  # fmt: skip
     else:
         q = _query(q_ptr + own * D, group < GROUP, D, BD)
-    q, unit = _scaled(q, unit, KIND, BG)
+    q, unit = _scaled(q, scale * tl.load(k_scale_ptr) if BY_LAYER else scale, KIND, BG)
     largest = tl.full((BG,), float("-inf"), tl.float32)
     totals = tl.zeros((BG, BN), tl.float32)  # added up after the loop: a sum over keys waits for all warps
     acc, odd = tl.zeros((BG, BDV // EACH), tl.float32), tl.zeros((BG, BDV // EACH), tl.float32)

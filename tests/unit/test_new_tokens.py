@@ -1,0 +1,27 @@
+"""One launch for the new token of a decode step, one row of the last layer for a prompt: interpreted, and compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import needs_triton
+from new_token_cases import CHECKS
+
+CASES = Path(__file__).with_name("new_token_cases.py")
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_interpreted_kernels_do_what_they_stand_for(name, interpreted):
+    assert interpreted[name] is None, interpreted[name]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_compiled_kernels_do_what_they_stand_for(name):
+    CHECKS[name](torch.device("cuda"))
