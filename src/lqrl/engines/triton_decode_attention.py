@@ -123,8 +123,9 @@ def _share(position_ptr, split, splits, window, BN: tl.constexpr):
 
 
 @triton.jit
-def _block(ptr, key, token, live, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _block(ptr, key, token, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A block of keys or values; 0 where they do not live."""
+    column = tl.arange(0, BLOCK)
     seen = live[:, None] if BLOCK == WIDTH else live[:, None] & (column < WIDTH)[None, :]
     return tl.load(ptr + key[:, None] * token + column[None, :], mask=seen, other=0.0)
 
@@ -160,7 +161,7 @@ def _new_token(
     k_ptr, v_ptr, v_row, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, key_ptr, value_ptr = new
     one, width = tl.arange(0, 1), tl.arange(0, BDV)
     value = v_ptr + row * v_row + head * DV + one[:, None] + width[None, :]
-    v = tl.load(value, mask=(width < DV)[None, :] & writes, other=0.0)
+    v = tl.load(value, mask=(width < DV)[None, :], other=0.0)  # before it is known where it goes
     heads = new_heads(
         q_ptr + row * Q_ROW + head * GROUP * D, k_ptr + row * K_ROW + head * D, q_norm_ptr, k_norm_ptr,
         cos_ptr + position * D, sin_ptr + position * D, eps, GROUP, D, BF16, BG, BD,
@@ -209,8 +210,8 @@ def _decode(
     position, first, end = _share(positions_ptr + row, split, splits, window, BN)
     if SPLIT and first >= end:
         return
-    width, column = tl.arange(0, BD), tl.arange(0, BDV // EACH)
     own = (row * (tl.num_programs(0) // group_tiles) + head) * GROUP + group
+    unit = scale * tl.load(k_scale_ptr) if BY_LAYER else scale
     k_at, v_at = row * k_slot + head * k_head, row * v_slot + head * v_head
     scale_at = row * scale_slot + head * scale_head
     if new is not None:
@@ -221,15 +222,15 @@ def _decode(
         )  # fmt: skip
     else:
         q = _query(q_ptr + own * D, group < GROUP, D, BD)
-    q, unit = _scaled(q, scale * tl.load(k_scale_ptr) if BY_LAYER else scale, KIND, BG)
+    q, unit = _scaled(q, unit, KIND, BG)
     largest = tl.full((BG,), float("-inf"), tl.float32)
     totals = tl.zeros((BG, BN), tl.float32)  # added up after the loop: a sum over keys waits for all warps
     acc, odd = tl.zeros((BG, BDV // EACH), tl.float32), tl.zeros((BG, BDV // EACH), tl.float32)
     for block in range(first, end, BN):
         key = block + tl.arange(0, BN)
         live = key < end
-        k = _block(k_ptr + k_at, key, k_token, live, width, D, BD)
-        v = _block(v_ptr + v_at, key, v_token, live, column, DV // EACH, BDV // EACH)
+        k = _block(k_ptr + k_at, key, k_token, live, D, BD)
+        v = _block(v_ptr + v_at, key, v_token, live, DV // EACH, BDV // EACH)
         scores = tl.dot(q, _operand(k.T, KIND), input_precision="ieee") * unit[:, None]
         if BY_TOKEN:  # a value's scale joins the exponent: its weight is at most 1 whatever the scales are
             v_scale = tl.load(v_scale_ptr + scale_at + key, mask=live, other=1.0)
