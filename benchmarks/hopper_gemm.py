@@ -99,7 +99,7 @@ def compile_all(args: argparse.Namespace) -> None:
     }
     start = time.monotonic()
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda key: hopper_gemm._code(*key), wanted))
+        list(pool.map(lambda key: hopper_gemm._code(*key, False), wanted))
     print(f"{len(wanted)} kernels compiled in {time.monotonic() - start:.1f} s", flush=True)
 
 

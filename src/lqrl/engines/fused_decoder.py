@@ -31,6 +31,7 @@ from lqrl.modeling.attention import AttentionContext
 from lqrl.modeling.backbone import AttentionShape
 from lqrl.modeling.exact import is_silu
 from lqrl.quant import exact
+from lqrl.quant.fused import PlainProduct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,8 +49,8 @@ class _Layer:
     Attributes:
         project: stream and the last step's result to the new stream, and query, key and value.
         output: attention to the result that is added to the stream.
-        expand: as ``project``, to gate and up.
-        contract: gate and up to the result that is added to the stream.
+        expand: as ``project``, to gate and up, or to the activated product of the two alone.
+        contract: what ``expand`` gives to the result that is added to the stream.
     """
 
     project: Callable[[Tensor, Tensor | None], tuple[Tensor, Sequence[Tensor]]]
@@ -132,7 +133,7 @@ def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:
         rotation=Rotation(*decoder.rotary, query_norm, key_norm, decoder.eps),
         shape=parts.shape,
         output=linear(parts.output),
-        expand=_normed_product(parts.post_norm, parts.gate_up, fused),
+        expand=_normed_product(parts.post_norm, parts.gate_up, fused, gated=is_silu(parts.activation)),
         contract=_gated_product(parts.activation, parts.down),
     )
 
@@ -156,16 +157,17 @@ def _add_norm(norm: nn.Module) -> Callable[[Tensor, Tensor | None], tuple[Tensor
 
 
 def _normed_product(
-    norm: nn.Module, layers: Sequence[nn.Module], fused: Fused
+    norm: nn.Module, layers: Sequence[nn.Module], fused: Fused, *, gated: bool = False
 ) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Sequence[Tensor]]]:
-    quantizing = coded_steps.normed_product(*_norm_weight(norm), layers, fused)
+    quantizing = coded_steps.normed_product(*_norm_weight(norm), layers, fused, gated=gated)
     if quantizing is not None:
         return quantizing
-    add_norm, product = _add_norm(norm), split_product(layers, fused)
+    add_norm, product, whole = _add_norm(norm), split_product(layers, fused), fused.get(layers[0])
 
     def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         x, h = add_norm(x, delta)
-        return x, product(h)
+        activated = whole.gated(h) if gated and isinstance(whole, PlainProduct) else None
+        return x, product(h) if activated is None else (activated,)
 
     return run
 
@@ -176,5 +178,5 @@ def _gated_product(activation: nn.Module, down: nn.Module) -> Callable[[Sequence
         quantizing = coded_steps.gated_product(down)
         if quantizing is not None:
             return quantizing
-        return lambda gate_up: product(exact.silu_mul(*gate_up))
+        return lambda gate_up: product(gate_up[0] if len(gate_up) == 1 else exact.silu_mul(*gate_up))
     return lambda gate_up: product(function(gate_up[0]) * gate_up[1])

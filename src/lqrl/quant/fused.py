@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lqrl.quant.hopper_gemm import plain_linear
+from lqrl.quant.hopper_gemm import gated_linear, plain_linear
 from lqrl.quant.linear import QuantizedLinear
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 
 Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PlainProduct:
+    """The product of one input with several weights in full precision.
+
+    Attributes:
+        weight: of all layers, one after the other.
+        bias: of all layers, or none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N1 + N2 + ...]``."""
+        return plain_linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor | None:
+        """SiLU of the first half of the outputs times the others, ``[M, N / 2]``; ``None`` if no kernel does it."""
+        return gated_linear(x, self.weight, x.dtype) if self.bias is None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +65,10 @@ class QuantizedProduct:
     def coded(self, x: Coded, dtype: torch.dtype) -> Tensor:
         """The product of tokens that are quantized already, in ``dtype``, which theirs was."""
         return self.method.coded_linear(x, self.operands, self.bias, dtype)
+
+    def gated(self, x: Coded, dtype: torch.dtype) -> Tensor | None:
+        """As `PlainProduct.gated`, of tokens that are quantized already, in ``dtype``, which theirs was."""
+        return self.method.coded_gated(x, self.operands, dtype) if self.bias is None else None
 
 
 def scales_agree(products: Iterable[Product]) -> bool:
@@ -87,7 +111,7 @@ def _plain(layers: Sequence[nn.Linear]) -> Product:
     if bias is not None:
         for layer, own in zip(layers, bias.split(widths), strict=True):
             layer.bias = nn.Parameter(own, requires_grad=False)
-    return partial(F.linear, weight=weight, bias=bias) if bias is not None else partial(plain_linear, weight=weight)
+    return PlainProduct(weight, bias)
 
 
 def _quantized(layers: Sequence[QuantizedLinear]) -> Product | None:

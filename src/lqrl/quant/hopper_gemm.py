@@ -116,21 +116,21 @@ def _driver() -> _Driver:
 
 
 _lock = threading.Lock()
-_functions: dict[tuple[Kind, Cut, int], int] = {}
+_functions: dict[tuple[Kind, Cut, bool, int], int] = {}
 
 
-def _function(kind: Kind, cut: Cut, device: int) -> int:
-    key = (kind, cut, device)
+def _function(kind: Kind, cut: Cut, gated: bool, device: int) -> int:
+    key = (kind, cut, gated, device)
     if key not in _functions:
         with _lock:
             if key not in _functions:
-                _functions[key] = _driver().function(_code(kind, cut), cut.shared_bytes)
+                _functions[key] = _driver().function(_code(kind, cut, gated), cut.shared_bytes)
     return _functions[key]
 
 
 @functools.cache
-def _code(kind: Kind, cut: Cut) -> bytes:
-    return machine_code(kind, cut)[0]
+def _code(kind: Kind, cut: Cut, gated: bool) -> bytes:
+    return machine_code(kind, cut, gated)[0]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -148,7 +148,8 @@ def _works(index: int | None) -> bool:
         return False
     try:
         with torch.cuda.device(index):
-            _function("bf16", Cut(1, 32, 1, 2), torch.cuda.current_device())
+            torch.empty(1, device="cuda")  # makes a context
+            _function("bf16", Cut(1, 32, 1, 2), False, torch.cuda.current_device())
     except (CompilerMissing, DriverError) as error:
         log.warning("products of a few rows run on the libraries' kernels, slower: %s", error)
         return False
@@ -181,14 +182,33 @@ def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight) if cut is None else linear(x, weight, cut)
 
 
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    token_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+) -> Tensor | None:
+    """`linear` with ``gated``; ``None`` where a library's product is faster, or the kernel does not fit: `cut_of`."""
+    if not x.is_cuda or dtype != torch.bfloat16 or len(weight) % 16:
+        return None
+    cut = cut_of(x, weight)
+    return None if cut is None else linear(x, weight, cut, token_scale, weight_scale, gated=True)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
     cut: Cut,
     token_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """bf16 ``[M, N]``: ``x @ weight.T``, or ``(x @ weight.T * weight_scale) * token_scale`` of codes, rounded once.
+
+    ``gated``: of that, silu of the first N / 2 columns times the others, ``[M, N / 2]``, with the roundings and the
+    bits of `lqrl.quant.exact.silu_mul`.
 
     Sums are fp32, or exact in int8, in one chain along K for each split, and the splits' are added in order: with one
     split a result has the bits of any kernel with such a chain, cuBLAS's among them.
@@ -201,13 +221,14 @@ def linear(
         weight_scale: fp32, of N elements, for codes.
     """
     (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    out = torch.empty(m, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
     if not m:
         return out
     row_bytes, element = k * x.itemsize, _BFLOAT16 if kind == "bf16" else _UINT8
     with torch.cuda.device_of(x):
-        function = _function(kind, cut, x.get_device())
-        weights = _weight_map(weight.data_ptr(), n, row_bytes, cut.outputs, element)
+        function = _function(kind, cut, gated, x.get_device())
+        side_by_side = cut.outputs // 2 if gated else cut.outputs
+        weights = _weight_map(weight.data_ptr(), n, row_bytes, side_by_side, element)
         inputs = _driver().tensor_map(x.data_ptr(), m, row_bytes, cut.rows, element)
         scales = (
             (None, None)
@@ -219,6 +240,6 @@ def linear(
             *(ctypes.c_void_p(address) for address in (out.data_ptr(), *scales)),
             *(ctypes.c_int(value) for value in (m, n, tiles(row_bytes, STEP_BYTES))),
         ]
-        grid = (tiles(n, cut.outputs) * cut.splits, tiles(m, cut.rows))
+        grid = (tiles(out.shape[1], side_by_side) * cut.splits, tiles(m, cut.rows))
         _driver().launch(function, grid, 128 * (cut.groups + 1), cut.shared_bytes, arguments)
     return out

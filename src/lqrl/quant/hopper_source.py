@@ -25,7 +25,7 @@ _INSTRUCTIONS = {
 _REGISTERS = {1: None, 2: (24, 240), 3: (24, 160)}
 # Rows of an instruction: more, and the compiler waits for each instruction, for want of registers.
 _WIDEST = {1: 256, 2: 128, 3: 128}
-_ALIGNMENT, _PITCH = 1024, 144
+_ALIGNMENT, _PADDING = 1024, 16
 
 
 class CompilerMissing(RuntimeError):
@@ -63,12 +63,12 @@ class Cut:
     def shared_bytes(self) -> int:
         """Of shared memory that a block takes: stages, or what it gives to others and its results."""
         sums = self.outputs * self.rows * 4
-        after = max(sums - sums // self.splits, self.outputs * self.rows // self.splits // 64 * _PITCH)
+        after = max(sums - sums // self.splits, self.rows // self.splits * (2 * self.outputs + _PADDING))
         return _ALIGNMENT + max(self.stages * (self.outputs + self.rows) * STEP_BYTES, after)
 
 
-def source(kind: Kind, cut: Cut) -> str:
-    """CUDA C++ of the kernel."""
+def source(kind: Kind, cut: Cut, gated: bool = False) -> str:
+    """CUDA C++ of the kernel; ``gated``: for a gate and what it multiplies."""
     shape, flags, register = _INSTRUCTIONS[kind]
     width = min(cut.rows, _WIDEST[cut.groups])
     n = width // 2
@@ -77,7 +77,14 @@ def source(kind: Kind, cut: Cut) -> str:
     registers = _REGISTERS[cut.groups]
     fewer, more = ("", "") if registers is None else (_limit("dec", registers[0]), _limit("inc", registers[1]))
     values = {"GROUPS": cut.groups, "ROWS": cut.rows, "SPLITS": cut.splits, "STAGES": cut.stages}
-    defines = {**values, "WIDTH": width, "KIND": _KINDS.index(kind), "FEWER_REGISTERS": fewer, "MORE_REGISTERS": more}
+    defines = {
+        **values,
+        "WIDTH": width,
+        "GATED": int(gated),
+        "KIND": _KINDS.index(kind),
+        "FEWER_REGISTERS": fewer,
+        "MORE_REGISTERS": more,
+    }
     to_bits, from_bits = ("x", "x") if kind == "int8" else ("__float_as_uint(x)", "__uint_as_float(x)")
     prelude = f"""
 typedef {"int" if kind == "int8" else "float"} Sum;
@@ -107,19 +114,20 @@ def _nvrtc() -> ModuleType:
         ) from error
 
 
-def machine_code(kind: Kind, cut: Cut, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+def machine_code(kind: Kind, cut: Cut, gated: bool = False, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
     """The kernel for compute capability 9.0, and what the compiler says.
 
     Args:
         kind: of weight and input.
         cut: of the product.
+        gated: for a gate and what it multiplies.
         options: more of NVRTC's.
 
     Raises:
         CompilerMissing: see there.
     """
     nvrtc = _nvrtc()
-    text = source(kind, cut).encode()
+    text = source(kind, cut, gated).encode()
 
     def ask(name: str, *arguments: object) -> list[object]:
         code, *values = getattr(nvrtc, name)(*arguments)

@@ -5,8 +5,11 @@
 // multiplies 64 outputs. SPLITS blocks, a cluster, share the inputs of a tile and add their sums through each other's
 // shared memory, in the order of the inputs, so that a result never depends on which block was first.
 //
-// Compiled with GROUPS, ROWS, SPLITS, STAGES, WIDTH (rows of an instruction) and KIND (0: bf16, 1: e4m3, 2: int8) defined,
-// and `wgmma` before this text.
+// With GATED the first half of the weight is a gate's and the second half what it multiplies: a block takes as many
+// outputs of each, and what leaves it is silu(gate) * up.
+//
+// Compiled with GROUPS, ROWS, SPLITS, STAGES, GATED, WIDTH (rows of an instruction) and KIND (0: bf16, 1: e4m3, 2: int8)
+// defined, and `wgmma` before this text.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -26,7 +29,8 @@ constexpr int OWN_ROWS = ROWS / SPLITS;
 #define WEIGHT_POLICY 0x12F0000000000000ull
 #define INPUT_POLICY 0x14F0000000000000ull
 #endif
-constexpr int PITCH = 144;             // bytes of 64 outputs in shared memory, without bank conflicts
+constexpr int PITCH = OUTPUTS * 2 + 16;  // bytes of a row of results in shared memory, without bank conflicts
+constexpr int HALF = GATED ? OUTPUTS / 2 : OUTPUTS;  // outputs that lie side by side in the weight
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -72,15 +76,21 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
+__device__ __forceinline__ void copy_weights(
+    u32 to, const TensorMap* map, u32 barrier, int inner, int output, int n, u64 policy) {
+  copy_tile(to, map, barrier, inner, output, policy);
+  if (GATED) copy_tile(to + HALF * STEP_BYTES, map, barrier, inner, n / 2 + output, policy);
+}
+
 __device__ __forceinline__ void produce(
     const TensorMap* weights, const TensorMap* inputs, u32 stages, u32 full, u32 empty, int output, int row, int first,
-    int steps) {
+    int steps, int n) {
   const u64 once = WEIGHT_POLICY, often = INPUT_POLICY;
   asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(weights), "l"(inputs) : "memory");
   const int ahead = steps < STAGES ? steps : STAGES;
   for (int s = 0; s < ahead; ++s) {  // weights are there before the kernel that makes the input ends
     barrier_expect(full + 8 * s, STAGE_BYTES);
-    copy_tile(stages + s * STAGE_BYTES, weights, full + 8 * s, (first + s) * STEP_INPUTS, output, once);
+    copy_weights(stages + s * STAGE_BYTES, weights, full + 8 * s, (first + s) * STEP_INPUTS, output, n, once);
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int s = 0; s < ahead; ++s)
@@ -90,7 +100,7 @@ __device__ __forceinline__ void produce(
     barrier_wait(empty + 8 * stage, parity);
     const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
     barrier_expect(barrier, STAGE_BYTES);
-    copy_tile(to, weights, barrier, (first + s) * STEP_INPUTS, output, once);
+    copy_weights(to, weights, barrier, (first + s) * STEP_INPUTS, output, n, once);
     copy_tile(to + WEIGHT_BYTES, inputs, barrier, (first + s) * STEP_INPUTS, row, often);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -163,17 +173,32 @@ __device__ __forceinline__ void take(Sum (&own)[OWN], const Sum (&sums)[SUMS], u
 }
 #endif
 
-// Scales, rounds and writes the rows from `row` on that this block finishes; through shared memory, for whole lines.
-__device__ __forceinline__ void finish(
-    const Sum (&own)[OWN], unsigned char* memory, unsigned short* out, const float* token_scale,
-    const float* weight_scale, int group, int output, int row, int m, int n) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, thread = threadIdx.x % 128;
-  unsigned char* area = memory + group * OWN_ROWS * PITCH;
+// silu(gate) * up of two of each, with the roundings and the bits of the Triton kernel for it.
+__device__ __forceinline__ u32 silu_mul(u32 gates, u32 ups) {
+  float result[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float x = __uint_as_float(e ? gates & 0xFFFF0000u : gates << 16);
+    const float up = __uint_as_float(e ? ups & 0xFFFF0000u : ups << 16);
+    float power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950408889634f)));
+    const float silu = __fdiv_rn(x, __fadd_rn(1.0f, power));
+    result[e] = __fmul_rn(__uint_as_float(pack(0.0f, silu) & 0xFFFF0000u), up);
+  }
+  return pack(result[0], result[1]);
+}
+
+// Scales and rounds the rows from `row` on that this block finishes into its shared memory.
+__device__ __forceinline__ void settle_rows(
+    const Sum (&own)[OWN], unsigned char* memory, const float* token_scale, const float* weight_scale, int group,
+    int output, int row, int m, int n) {
+  const int lane = threadIdx.x % 32, column = group * 64 + threadIdx.x % 128 / 32 * 16;
   float by_output[2] = {1.0f, 1.0f};
   if (KIND != 0)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int o = output + warp * 16 + half * 8 + lane / 4;
+      const int c = column + half * 8 + lane / 4;
+      const int o = output + (GATED && c >= HALF ? n / 2 + c - HALF : c);
       by_output[half] = o < n ? weight_scale[o] : 0.0f;
     }
 #pragma unroll
@@ -192,15 +217,29 @@ __device__ __forceinline__ void finish(
       }
       words[i] = pack(v[0], v[1]);
     }
-    const u32 to = shared_address(area + ((j + lane / 16) * 8 + lane % 8) * PITCH + (warp * 16 + lane / 8 % 2 * 8) * 2);
+    const u32 to = shared_address(memory + ((j + lane / 16) * 8 + lane % 8) * PITCH + (column + lane / 8 % 2 * 8) * 2);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
   }
-  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
-  for (int i = thread; i < OWN_ROWS * 8; i += 128) {
-    const int r = i / 8, o = output + i % 8 * 8;
-    if (row + r < m && o < n)
-      *reinterpret_cast<uint4*>(out + u64(row + r) * n + o) = *reinterpret_cast<uint4*>(area + r * PITCH + i % 8 * 16);
+}
+
+// Writes those rows, through shared memory for whole lines; of a gate and what it multiplies, the product.
+__device__ __forceinline__ void finish(
+    const Sum (&own)[OWN], unsigned char* memory, unsigned short* out, const float* token_scale,
+    const float* weight_scale, int group, int output, int row, int m, int n) {
+  settle_rows(own, memory, token_scale, weight_scale, group, output, row, m, n);
+  constexpr int WRITERS = GATED ? CONSUMERS : 128, CHUNKS = GATED ? HALF / 8 : 8;  // groups that need no other go on
+  const int start = GATED ? 0 : group * 64, width = GATED ? n / 2 : n;
+  asm volatile("bar.sync %0, %1;" ::"r"(GATED ? 1 : 2 + group), "n"(WRITERS) : "memory");
+  for (int i = threadIdx.x % WRITERS; i < OWN_ROWS * CHUNKS; i += WRITERS) {
+    const int r = i / CHUNKS, c = start + i % CHUNKS * 8;
+    if (row + r >= m || output + c >= width) continue;
+    uint4 eight = *reinterpret_cast<uint4*>(memory + r * PITCH + c * 2);
+    if (GATED) {
+      const uint4 ups = *reinterpret_cast<uint4*>(memory + r * PITCH + (HALF + c) * 2);
+      eight = {silu_mul(eight.x, ups.x), silu_mul(eight.y, ups.y), silu_mul(eight.z, ups.z), silu_mul(eight.w, ups.w)};
+    }
+    *reinterpret_cast<uint4*>(out + u64(row + r) * width + output + c) = eight;
   }
 }
 
@@ -213,7 +252,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(CONS
   const u32 stages = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
   const int group = threadIdx.x / 128;
   const u32 rank = blockIdx.x % SPLITS;
-  const int output = blockIdx.x / SPLITS * OUTPUTS, row = blockIdx.y * ROWS;
+  const int output = blockIdx.x / SPLITS * HALF, row = blockIdx.y * ROWS;
   const int first = steps * rank / SPLITS, mine = steps * (rank + 1) / SPLITS - first;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -226,7 +265,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(CONS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (group == GROUPS) {
     FEWER_REGISTERS;
-    if (threadIdx.x == CONSUMERS) produce(&weights, &inputs, stages, full, empty, output, row, first, mine);
+    if (threadIdx.x == CONSUMERS) produce(&weights, &inputs, stages, full, empty, output, row, first, mine, n);
     if (SPLITS > 1) {
       __syncwarp();
       cluster_sync();
@@ -243,9 +282,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(CONS
     cluster_sync();
     take(own, sums, stages, rank);
     cluster_sync();
-    finish(own, memory, out, token_scale, weight_scale, group, output + group * 64, row + rank * OWN_ROWS, m, n);
+    finish(own, memory, out, token_scale, weight_scale, group, output, row + rank * OWN_ROWS, m, n);
 #else
-    finish(sums, memory, out, token_scale, weight_scale, group, output + group * 64, row, m, n);
+    finish(sums, memory, out, token_scale, weight_scale, group, output, row, m, n);
 #endif
   }
 }
