@@ -1,6 +1,6 @@
 """Kernels that let the one behind them begin early, where that one asks for it: `lqrl.quant.hopper_gemm` in graphs."""
 
-# pyright: reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
