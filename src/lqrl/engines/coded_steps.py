@@ -37,9 +37,7 @@ def _serves(kind: TokenCodes, device: torch.device) -> bool:
     return triton_use.serves(device, least)
 
 
-def normed_product(
-    weight: Tensor, eps: float, layers: Sequence[nn.Module], fused: Fused, *, gated: bool = False
-) -> NormedProduct | None:
+def normed_product(weight: Tensor, eps: float, layers: Sequence[nn.Module], fused: Fused) -> NormedProduct | None:
     """Sum, norm and quantizer in one kernel, then the products of ``layers``; ``None`` where they take no codes.
 
     Args:
@@ -47,29 +45,23 @@ def normed_product(
         eps: of the norm.
         layers: which read the norm's output.
         fused: products of several layers, see `lqrl.engines.layers.fuse_projections_`.
-        gated: of a gate and what silu of it multiplies, their product alone where a kernel makes it.
     """
     products = _products(layers, fused)
     if products is None or not _serves(products[0], weight.device):
         return None
     from lqrl.quant import triton_norm_quantize
 
-    (kind, product), whole = products, fused.get(layers[0])
+    kind, product = products
 
     def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         total, codes, scale = triton_norm_quantize.add_rms_norm(x, delta, weight, eps, kind)
-        coded = Coded(codes, scale)
-        activated = whole.gated(coded, x.dtype) if gated and isinstance(whole, QuantizedProduct) else None
-        return total, product(coded, x.dtype) if activated is None else (activated,)
+        return total, product(Coded(codes, scale), x.dtype)
 
     return run
 
 
 def gated_product(down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor] | None:
-    """SiLU of gate, times up, and quantizer in one kernel, then the product of ``down``; ``None`` as above.
-
-    Of what is activated already, one tensor, `down` alone.
-    """
+    """SiLU of gate, times up, and quantizer in one kernel, then the product of ``down``; ``None`` as above."""
     products = _products((down,), {})
     if products is None or not _serves(products[0], next(down.buffers()).device):
         return None
@@ -78,8 +70,6 @@ def gated_product(down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor] | Non
     kind, product = products
 
     def run(gate_up: Sequence[Tensor]) -> Tensor:
-        if len(gate_up) == 1:
-            return down.forward(gate_up[0])
         gate, up = gate_up
         return product(Coded(*triton_norm_quantize.silu_mul(gate, up, kind)), gate.dtype)[0]
 

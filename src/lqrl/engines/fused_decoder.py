@@ -128,12 +128,15 @@ def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:
     query_norm, key_norm = (
         None if norm is None else _norm_weight(norm)[0] for norm in (parts.query_norm, parts.key_norm)
     )
+    gated = is_silu(parts.activation) and type(parts.down) is nn.Linear
     return _Layer(
         project=_normed_product(parts.input_norm, parts.query_key_value, fused),
         rotation=Rotation(*decoder.rotary, query_norm, key_norm, decoder.eps),
         shape=parts.shape,
         output=linear(parts.output),
-        expand=_normed_product(parts.post_norm, parts.gate_up, fused, gated=is_silu(parts.activation)),
+        expand=_normed_product(
+            parts.post_norm, parts.gate_up, fused, gated=is_silu(parts.activation) and type(parts.down) is nn.Linear
+        ),
         contract=_gated_product(parts.activation, parts.down),
     )
 
@@ -159,7 +162,7 @@ def _add_norm(norm: nn.Module) -> Callable[[Tensor, Tensor | None], tuple[Tensor
 def _normed_product(
     norm: nn.Module, layers: Sequence[nn.Module], fused: Fused, *, gated: bool = False
 ) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Sequence[Tensor]]]:
-    quantizing = coded_steps.normed_product(*_norm_weight(norm), layers, fused, gated=gated)
+    quantizing = coded_steps.normed_product(*_norm_weight(norm), layers, fused)
     if quantizing is not None:
         return quantizing
     add_norm, product, whole = _add_norm(norm), split_product(layers, fused), fused.get(layers[0])

@@ -34,7 +34,7 @@ class PlainProduct:
 
     def gated(self, x: Tensor) -> Tensor | None:
         """SiLU of the first half of the outputs times the others, ``[M, N / 2]``; ``None`` if no kernel does it."""
-        return gated_linear(x, self.weight, x.dtype) if self.bias is None else None
+        return gated_linear(x, self.weight) if self.bias is None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,6 @@ class QuantizedProduct:
     def coded(self, x: Coded, dtype: torch.dtype) -> Tensor:
         """The product of tokens that are quantized already, in ``dtype``, which theirs was."""
         return self.method.coded_linear(x, self.operands, self.bias, dtype)
-
-    def gated(self, x: Coded, dtype: torch.dtype) -> Tensor | None:
-        """As `PlainProduct.gated`, of tokens that are quantized already, in ``dtype``, which theirs was."""
-        return self.method.coded_gated(x, self.operands, dtype) if self.bias is None else None
 
 
 def scales_agree(products: Iterable[Product]) -> bool:

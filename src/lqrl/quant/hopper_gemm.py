@@ -33,6 +33,7 @@ _UINT8, _BFLOAT16 = 0, 9  # element types of a tensor map
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _OVERLAP, _SHARED_BYTES = 6, 8  # a launch's attribute, a function's
+_UNGATED_ROWS = 64
 _U64, _U32 = ctypes.c_uint64, ctypes.c_uint32
 
 
@@ -182,18 +183,15 @@ def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight) if cut is None else linear(x, weight, cut)
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    token_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-) -> Tensor | None:
-    """`linear` with ``gated``; ``None`` where a library's product is faster, or the kernel does not fit: `cut_of`."""
-    if not x.is_cuda or dtype != torch.bfloat16 or len(weight) % 16:
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    """bf16 `linear` with ``gated``; ``None`` where the steps apart are faster, or the kernel does not fit: `cut_of`.
+
+    Up to `_UNGATED_ROWS` rows the two parts of the weight, read side by side, cost more than a launch.
+    """
+    if not x.is_cuda or len(x) <= _UNGATED_ROWS or x.dtype != torch.bfloat16 or len(weight) % 16:
         return None
     cut = cut_of(x, weight)
-    return None if cut is None else linear(x, weight, cut, token_scale, weight_scale, gated=True)
+    return None if cut is None else linear(x, weight, cut, gated=True)
 
 
 def linear(
@@ -219,8 +217,14 @@ def linear(
         cut: how the product is cut.
         token_scale: fp32, of M elements, for codes.
         weight_scale: fp32, of N elements, for codes.
+        gated: see above.
+
+    Raises:
+        ValueError: when a split of the cut would have no inputs.
     """
     (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
+    if tiles(k * x.itemsize, STEP_BYTES) < cut.splits:
+        raise ValueError(f"{k} inputs of {x.dtype} are too few for {cut.splits} splits of {STEP_BYTES} bytes")
     out = torch.empty(m, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
     if not m:
         return out

@@ -192,13 +192,13 @@ __device__ __forceinline__ u32 silu_mul(u32 gates, u32 ups) {
 __device__ __forceinline__ void settle_rows(
     const Sum (&own)[OWN], unsigned char* memory, const float* token_scale, const float* weight_scale, int group,
     int output, int row, int m, int n) {
+  static_assert(!GATED || KIND == 0, "scales of a gate and of what it multiplies do not lie side by side");
   const int lane = threadIdx.x % 32, column = group * 64 + threadIdx.x % 128 / 32 * 16;
   float by_output[2] = {1.0f, 1.0f};
   if (KIND != 0)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int c = column + half * 8 + lane / 4;
-      const int o = output + (GATED && c >= HALF ? n / 2 + c - HALF : c);
+      const int o = output + column + half * 8 + lane / 4;
       by_output[half] = o < n ? weight_scale[o] : 0.0f;
     }
 #pragma unroll

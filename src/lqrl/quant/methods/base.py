@@ -112,15 +112,6 @@ class LinearMethod(ABC):
         """
         return None
 
-    def coded_gated(self, x: Coded, operands: Operands, dtype: torch.dtype) -> Tensor | None:
-        """`coded_linear` with the operands of a gate and, behind it, of what silu of it multiplies; the product.
-
-        Returns:
-            ``[M, N / 2]`` in ``dtype``, with the bits of `coded_linear` and `lqrl.quant.exact.silu_mul`; ``None`` if no
-            kernel does it in one.
-        """
-        return None
-
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight ``[N, K]`` that the shipped tensors stand for."""

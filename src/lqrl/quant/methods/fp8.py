@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lqrl.quant import fp8_gemm, hopper_gemm
+from lqrl.quant import fp8_gemm
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished, written
 from lqrl.quant.numerics import (
     dequantize,
@@ -71,12 +71,6 @@ class Fp8Channel(LinearMethod):
             return super().coded_linear(x, operands, bias, dtype)
         y = fp8_gemm.row_scaled(x.codes, x.scale, operands[0], operands[1], dtype)
         return y if bias is None else y + bias.to(dtype)
-
-    def coded_gated(self, x: Coded, operands: Operands, dtype: torch.dtype) -> Tensor | None:
-        """On Hopper, of a few rows, by the product's kernel."""
-        if self.token_codes is None:
-            return None
-        return hopper_gemm.gated_linear(x.codes, operands[0], dtype, x.scale, operands[1])
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""

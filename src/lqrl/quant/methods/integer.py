@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lqrl.quant import hopper_gemm, kernels
+from lqrl.quant import kernels
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes, finished
 from lqrl.quant.numerics import INT8_MAX, dequantize
 from lqrl.quant.rows import quantize_int8_channel, quantize_int8_channels, quantize_int8_token
@@ -76,13 +76,6 @@ class IntegerGemm(LinearMethod):
 
         packed, scale = operands
         return triton_int8.apart(x.codes, x.scale, packed, scale, bias, widths, dtype)
-
-    def coded_gated(self, x: Coded, operands: Operands, dtype: torch.dtype) -> Tensor | None:
-        """On Hopper, of a few rows, by the product's kernel."""
-        packed, scale = operands
-        if self.token_codes is None or packed.shape[0] != scale.shape[0]:
-            return None
-        return hopper_gemm.gated_linear(x.codes, packed, dtype, x.scale, scale)
 
     def dequantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``codes * scale``."""
