@@ -72,6 +72,7 @@ def _sections() -> Iterator[Section]:
     if "torch" not in sys.modules:
         return  # its row says why; nothing else can be imported
     from lqrl.doctor.formats import formats_section
+    from lqrl.doctor.hopper import hopper_section
     from lqrl.doctor.machine import devices, machine_section
     from lqrl.doctor.native import native_section
     from lqrl.doctor.triton_kernels import triton_section
@@ -79,6 +80,7 @@ def _sections() -> Iterator[Section]:
     yield machine_section()
     yield native_section()
     yield triton_section()
+    yield hopper_section()
     for device in devices():
         yield formats_section(device)
     from lqrl.doctor.engines import caches_section, engines_section

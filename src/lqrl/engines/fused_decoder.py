@@ -134,9 +134,7 @@ def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:
         rotation=Rotation(*decoder.rotary, query_norm, key_norm, decoder.eps),
         shape=parts.shape,
         output=linear(parts.output),
-        expand=_normed_product(
-            parts.post_norm, parts.gate_up, fused, gated=is_silu(parts.activation) and type(parts.down) is nn.Linear
-        ),
+        expand=_normed_product(parts.post_norm, parts.gate_up, fused, gated=gated),
         contract=_gated_product(parts.activation, parts.down),
     )
 

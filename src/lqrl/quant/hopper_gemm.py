@@ -141,25 +141,26 @@ def _weight_map(address: int, rows: int, row_bytes: int, box_rows: int, element:
 
 
 @functools.cache
-def _works(index: int | None) -> bool:
+def obstacle(index: int | None) -> str | None:
+    """Why the kernel is not used on the CUDA device of this index, in words; ``None`` if it is."""
     if os.environ.get(VARIABLE) == "0":
         log.info("%s=0: products of a few rows run on the libraries' kernels", VARIABLE)
-        return False
+        return f"{VARIABLE}=0"
     if torch.version.cuda is None or torch.cuda.get_device_capability(index) != CAPABILITY:
-        return False
+        return "it is made for capability 9.0"
     try:
         with torch.cuda.device(index):
             torch.empty(1, device="cuda")  # makes a context
             _function("bf16", Cut(1, 32, 1, 2), False, torch.cuda.current_device())
     except (CompilerMissing, DriverError) as error:
         log.warning("products of a few rows run on the libraries' kernels, slower: %s", error)
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def serves(device: torch.device) -> bool:
     """Whether ``device`` is a Hopper GPU, the kernel compiles and loads, and ``LQRL_HOPPER`` is not 0."""
-    return device.type == "cuda" and _works(device.index)
+    return device.type == "cuda" and obstacle(device.index) is None
 
 
 def cut_of(x: Tensor, weight: Tensor) -> Cut | None:
