@@ -2,8 +2,7 @@
 
 A step's time is the median of launches on caches that take turns, more than the L2 cache holds; ``TB/s`` counts keys
 and values once. ``dense`` is `lqrl.modeling.attention.decode_attention` on the dequantized cache, ``exact`` the
-kernel of exact mode. Rows of ``new token`` begin with the product of the layers before, whose heads have norms, and
-store its keys and values: in one launch, or in two.
+kernel of exact mode.
 
     python benchmarks/decode_attention.py --batch 8 64 256 --context 512
     python benchmarks/decode_attention.py --batch 8 64 256 --tiles 1 --splits
@@ -20,10 +19,8 @@ import torch
 from rows import Table
 from side_by_side import bandwidth, card
 
-from lqrl.engines.layers import Rotation
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.triton_decode_attention import Tile, attend, tile_of
-from lqrl.engines.triton_new_token import attend_new
 from lqrl.modeling.attention import decode_attention, live_bias
 from lqrl.modeling.backbone import AttentionShape
 from lqrl.quant import exact, triton_exact_attention
@@ -58,24 +55,6 @@ def timed(runs: list, repeats: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(runs))
     return statistics.median(times[1:])
-
-
-def new_token_runs(cache: SlotCache, q: torch.Tensor, positions: torch.Tensor, apart: bool) -> list:
-    """A launch for each layer of ``cache`` that rotates, stores and attends."""
-    shape, heads = cache.shapes[0], q.shape[1]
-    width, side = shape.key_width, shape.kv_heads * shape.key_width
-    product = torch.randn(len(q), heads * width + 2 * side, device=q.device, dtype=q.dtype)
-    tables, norms = (torch.randn(2, n, width, device=q.device, dtype=q.dtype) for n in (cache.length, 1))
-    rotation = Rotation(*tables, *norms[:, 0], 1e-6)
-    scales = [cache._layer_scales[i] if cache._layer_scales else None for i in range(len(cache.shapes))]
-
-    def run(layer: int) -> object:
-        return attend_new(
-            product.split([heads * width, side, side], 1), rotation, cache._views_of(layer), positions,
-            shape.scaling, None, cache._method, scales[layer], apart=apart,
-        )  # fmt: skip
-
-    return [functools.partial(run, layer) for layer in range(len(cache.shapes))]
 
 
 @torch.no_grad()
@@ -127,8 +106,6 @@ def measure(name: str, batch: int, table: Table, args: argparse.Namespace) -> No
     for stages, split in itertools.product((2, 3, 4), apart):
         run = functools.partial(exactly, stages=stages, split=split)
         row(f"exact, {stages} stages{', split' * split}", [functools.partial(run, layer) for layer in range(copies)])
-    for apart in (True, False):
-        row(f"new token, {'two launches' if apart else 'one launch'}", new_token_runs(cache, q, positions, apart))
     for tile, splits in ways:
 
         def fused(layer: int, tile: Tile = tile, splits: int | None = splits) -> object:

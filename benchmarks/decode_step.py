@@ -3,7 +3,7 @@
 Every slot holds ``--context`` tokens. A step is what the engine replays for each token, sampling and log-probs
 included; the floor is the bytes that it cannot avoid reading (`Shape.step_bytes`) at the bandwidth of a large copy.
 ``--kernels N`` lists the N kernels that take most of a step; ``plain`` rows run PyTorch's attention and layers; with
-``--exact`` each row has one in exact mode beside it. ``--two-launches``: new keys are stored by a kernel of their own.
+``--exact`` each row has one in exact mode beside it.
 
     python benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 12
     python benchmarks/decode_step.py --model tiny --device cpu --batch 2 --context 8
@@ -108,7 +108,6 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["none", "none+kv_fp8", "none+kv_int8"])
     parser.add_argument("--plain", action="store_true", help="also without fused kernels")
     parser.add_argument("--exact", action="store_true", help="also in exact mode")
-    parser.add_argument("--two-launches", action="store_true", help="new keys and values apart from attention")
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--context", type=int, default=512, help="tokens that every slot holds")
     parser.add_argument("--repeats", type=int, default=5, help=f"measured runs of {STEPS} steps")
@@ -117,10 +116,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if args.two_launches:
-        from lqrl.engines import triton_new_token
-
-        triton_new_token.takes_new = lambda *_: False
     rate = bandwidth(device)
     print(f"Qwen3 {args.model}, {args.dtype}, {card(device)}, a copy moves {rate / 1e12:.2f} TB/s\n")
     table = Table("format", "layers", "batch", "context", "ms", "floor, ms", "of floor", "tokens/s", "note")

@@ -160,6 +160,28 @@ def check_head_norms(device: torch.device) -> None:
             same(cache._views[0][2][at, :, positions], stored.scale, (shape, dtype, method))
 
 
+def check_tiles_of_heads(device: torch.device) -> None:
+    """Programs that take several tiles of heads give the bits of those that take one."""
+    from lqrl.engines.triton_cache_write import rotate_and_store
+
+    shapes = [(9, 3, 128, 40)] if device.type == "cpu" else [SMALL[2], *REAL[:3]]
+    for shape, dtype, method in itertools.product(shapes, DTYPES, [None, *METHODS.values()]):
+        tokens, width, what = 7, shape[2], (shape, dtype, method)
+        product, positions = product_of(device, shape, tokens, dtype), torch.arange(tokens, device=device)
+        norms = [randn(device, width, seed=i, dtype=dtype) for i in (8, 9)]
+        rotation = tables(device, width, 12, dtype)
+        scales = (torch.tensor([0.0061], device=device), torch.tensor([0.0073], device=device))
+        for turning in (rotation, rotation._replace(query_norm=norms[0], key_norm=norms[1], eps=1e-6)):
+            one, some = (cache_of(device, shape, dtype, method, tokens, 12) for _ in range(2))
+            out, other = (
+                rotate_and_store(product, turning, positions, None, cache._views[0], method, scales, times=times)
+                for cache, times in ((one, 1), (some, 3))
+            )
+            same(out, other, what)
+            for a, b in zip(one._views[0], some._views[0], strict=True):
+                same(a, b, what)
+
+
 def check_decode_attention(device: torch.device) -> None:
     """Against the dense path: lengths from one key on, windows, slots beyond the rows, NaN behind every end."""
     lengths = [1, 40, 7, 33] if device.type == "cpu" else [1, 300, 77, 64, 65, 513, 128, 1000, 2]
@@ -275,6 +297,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     for check in (
         check_cache_writes,
         check_head_norms,
+        check_tiles_of_heads,
         check_decode_attention,
         check_splits,
         check_engines,

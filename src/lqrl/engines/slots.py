@@ -171,21 +171,6 @@ class SlotCache:
         scales = self._layer_scales[layer] if self._method is not None else None
         return rotate_and_store(product, rotation, positions, slots, self._views_of(layer), self._method, scales)
 
-    def attend_new(
-        self, layer: int, product: Sequence[Tensor], rotation: Rotation, positions: Tensor, shape: AttentionShape
-    ) -> Tensor:
-        """Store keys and values of a new token of each of the first slots, and attend ``[N, H * Dv]``. On CUDA.
-
-        Arguments as for `lqrl.engines.triton_new_token.attend_new`.
-        """
-        from lqrl.engines.triton_new_token import attend_new
-
-        scales = self._layer_scales[layer] if self._method is not None else None
-        return attend_new(
-            product, rotation, self._views_of(layer), positions, shape.scaling, shape.sliding_window,
-            self._method, scales,
-        ).flatten(1)  # fmt: skip
-
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, Hkv, length, D]`` of the first slots and tokens, in the cache's ``dtype``."""
         keys, values = (x.values(self.dtype) if isinstance(x, Cached) else x for x in self.stored(layer, slots, length))
@@ -374,11 +359,13 @@ class DecodeContext(SlotContext):
         self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape
     ) -> Tensor:
         """`attend` in few kernels, which read the live tokens alone."""
-        if self._sequences is None:
-            return self._cache.attend_new(layer_idx, product, rotation, self._positions, shape)
         q = self._cache.rotate_and_write(layer_idx, product, rotation, self._positions, None)
         stored = self._cache.stored(layer_idx, self._cache.slots, self._cache.length)
-        return exact.attention(q, *stored, self._sequences, shape.scaling, shape.sliding_window).flatten(1)
+        if self._sequences is not None:
+            return exact.attention(q, *stored, self._sequences, shape.scaling, shape.sliding_window).flatten(1)
+        from lqrl.engines.triton_decode_attention import attend
+
+        return attend(q, *stored, self._positions, shape.scaling, shape.sliding_window).flatten(1)
 
     def _slots(self) -> Tensor:
         return torch.arange(len(self._positions), device=self._positions.device)

@@ -11,24 +11,19 @@ range of fp16. A key's scale becomes a factor of its score, a value's one of its
 Codes are laid out for the tensor cores before they are converted, so they pass shared memory once. Keys lie along the
 inner dimension of their product and are taken as they are; values lie across it, where only elements of 16 bits can be
 turned, so that pairs of codes are read and make two products, of the even and of the odd columns.
-
-The kernel may also take the new token as the product of its layers left it: `lqrl.engines.triton_new_token`.
 """
 
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # Launches take options of the compiler besides the kernel's parameters.
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lqrl.engines.triton_heads import new_heads, store
 from lqrl.quant.kv import Cached
 from lqrl.quant.triton_casts import (
     EMULATED,
@@ -43,8 +38,7 @@ from lqrl.quant.triton_overlap import next_may_begin
 from lqrl.quant.triton_use import TENSOR_CORES_FP8, multiprocessors, power_of_two, tiles, use_triton
 
 _LOG2_E = 1.4426950408889634
-ROWS = 16
-"""Of a tile of query heads: the least that tensor cores take."""
+_ROWS = 16  # of a tile of query heads: the least that tensor cores take
 _PER_SM = 4  # programs that a multiprocessor runs at a time
 _MOST_SPLITS = 64
 _NO_WINDOW = 2**30
@@ -112,33 +106,22 @@ def _add_values(acc, acc_odd, fade, weights, v, CODE: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
-def _share(position_ptr, split, splits, window, BN: tl.constexpr):
-    """Position of a sequence's newest key; first key of a program's part, and the end of it."""
-    position = tl.load(position_ptr).to(tl.int32)
-    length = position + 1
+def _share(positions_ptr, row, split, splits, window, BN: tl.constexpr):
+    """First key of a program's part, and the end of it."""
+    length = tl.load(positions_ptr + row).to(tl.int32) + 1
     start = tl.maximum(length - window, 0)
     part = tl.cdiv(tl.cdiv(length - start, BN), splits) * BN
     first = start + split * part
-    return position, first, tl.minimum(first + part, length)
+    return first, tl.minimum(first + part, length)
 
 
 @triton.jit
-def _block(ptr, key, token, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of keys or values; 0 where they do not live."""
-    column = tl.arange(0, BLOCK)
-    seen = live[:, None] if BLOCK == WIDTH else live[:, None] & (column < WIDTH)[None, :]
-    return tl.load(ptr + key[:, None] * token + column[None, :], mask=seen, other=0.0)
-
-
-@triton.jit
-def _query(pointers, exists, D: tl.constexpr, BD: tl.constexpr):
-    width = tl.arange(0, BD)
-    return tl.load(pointers[:, None] + width[None, :], mask=exists[:, None] & (width < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _scaled(q, unit, KIND: tl.constexpr, BG: tl.constexpr):
+def _query(
+    pointers, exists, unit, D: tl.constexpr, KIND: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
     """Queries as the product takes them, and what turns each row's products into scores."""
+    width = tl.arange(0, BD)
+    q = tl.load(pointers + width[None, :], mask=exists[:, None] & (width < D)[None, :], other=0.0)
     unit = tl.full((BG,), 1.0, tl.float32) * unit
     if tl.float16 == KIND:
         wide = q.to(tl.float32)
@@ -148,89 +131,43 @@ def _scaled(q, unit, KIND: tl.constexpr, BG: tl.constexpr):
     return q.to(tl.float32) if EMULATED else q.to(KIND), unit
 
 
-@triton.jit
-def _new_token(
-    q_ptr, new, k_scale_ptr, v_scale_ptr, row, head, position, writes, key_at, value_at, scale_at,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    CODES: tl.constexpr, BF16: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """The queries of the new token, whose key and value go into the cache if this program ``writes``.
-
-    All of the program's threads see them there afterwards, as they were rounded: no other program reads them.
-    """
-    k_ptr, v_ptr, v_row, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, key_ptr, value_ptr = new
-    one, width = tl.arange(0, 1), tl.arange(0, BDV)
-    value = v_ptr + row * v_row + head * DV + one[:, None] + width[None, :]
-    v = tl.load(value, mask=(width < DV)[None, :], other=0.0)  # before it is known where it goes
-    heads = new_heads(
-        q_ptr + row * Q_ROW + head * GROUP * D, k_ptr + row * K_ROW + head * D, q_norm_ptr, k_norm_ptr,
-        cos_ptr + position * D, sin_ptr + position * D, eps, GROUP, D, BF16, BG, BD,
-    )  # fmt: skip
-    lane = tl.arange(0, BG)
-    store(heads, key_ptr + key_at + lane * 0, k_scale_ptr, scale_at + lane * 0, (lane == GROUP) & writes, D, CODES, BD)
-    store(v, value_ptr + value_at + one, v_scale_ptr, scale_at + one, (one == 0) & writes, DV, CODES, BDV)
-    tl.debug_barrier()
-    return heads
-
-
-@triton.jit
-def _leave(
-    acc, largest, total, out_ptr, state_ptr, own, exists,
-    DV: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """The results of a tile of heads at ``own``, or their parts for `_join`."""
-    width = tl.arange(0, BDV)
-    mask = exists[:, None] & (width < DV)[None, :]
-    if SPLIT:
-        tl.store(state_ptr + own * 2, largest, mask=exists)
-        tl.store(state_ptr + own * 2 + 1, total, mask=exists)
-    else:
-        acc /= total[:, None]
-    pointers = out_ptr + own[:, None] * DV + width[None, :]
-    tl.store(pointers, acc if SPLIT or tl.float32 == KIND else to_bf16(acc), mask=mask)
-
-
 @triton.jit(do_not_specialize=["splits", "window", "scale_slot", "scale_head"])
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, part_ptr, state_ptr, positions_ptr, scale, splits, window,
-    k_slot, k_head, k_token, v_slot, v_head, v_token, scale_slot, scale_head, new,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
+    k_slot, k_head, k_token, v_slot, v_head, v_token, scale_slot, scale_head,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
     BY_LAYER: tl.constexpr, BY_TOKEN: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr,
     BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """``BY_LAYER``: one scale for all keys, one for all values. ``BY_TOKEN``: a scale for each token and head.
 
-    ``EACH``: values in an element of ``v_ptr``, 2 if it holds pairs of codes. ``new``: of `_new_token`, or none.
+    ``EACH``: values in an element of ``v_ptr``, 2 if it holds pairs of codes.
     """
     next_may_begin()
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     group_tiles: tl.constexpr = (GROUP + BG - 1) // BG
     head, group = tl.program_id(0) // group_tiles, tl.program_id(0) % group_tiles * BG + tl.arange(0, BG)
-    position, first, end = _share(positions_ptr + row, split, splits, window, BN)
-    if SPLIT and first >= end:
+    heads = tl.num_programs(0) // group_tiles * GROUP
+    first, end = _share(positions_ptr, row, split, splits, window, BN)
+    if first >= end:
         return
-    own = (row * (tl.num_programs(0) // group_tiles) + head) * GROUP + group
+    width, value_width, column = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BDV // EACH)
+    own = row * heads + head * GROUP + group
     unit = scale * tl.load(k_scale_ptr) if BY_LAYER else scale
-    k_at, v_at = row * k_slot + head * k_head, row * v_slot + head * v_head
+    q, unit = _query(q_ptr + own[:, None] * D, group < GROUP, unit, D, KIND, BG, BD)
+    k_ptr += row * k_slot + head * k_head
+    v_ptr += row * v_slot + head * v_head
     scale_at = row * scale_slot + head * scale_head
-    if new is not None:
-        q = _new_token(
-            q_ptr, new, k_scale_ptr, v_scale_ptr, row, head, position, end > position,
-            k_at + position * k_token, (v_at + position * v_token) * EACH, scale_at + position,
-            Q_ROW, K_ROW, GROUP, D, DV, CODES, out_ptr.dtype.element_ty == tl.bfloat16, BG, BD, BDV,
-        )  # fmt: skip
-    else:
-        q = _query(q_ptr + own * D, group < GROUP, D, BD)
-    q, unit = _scaled(q, unit, KIND, BG)
     largest = tl.full((BG,), float("-inf"), tl.float32)
     totals = tl.zeros((BG, BN), tl.float32)  # added up after the loop: a sum over keys waits for all warps
     acc, odd = tl.zeros((BG, BDV // EACH), tl.float32), tl.zeros((BG, BDV // EACH), tl.float32)
     for block in range(first, end, BN):
         key = block + tl.arange(0, BN)
         live = key < end
-        k = _block(k_ptr + k_at, key, k_token, live, D, BD)
-        v = _block(v_ptr + v_at, key, v_token, live, DV // EACH, BDV // EACH)
+        seen = live[:, None] if BD == D else live[:, None] & (width < D)[None, :]
+        k = tl.load(k_ptr + key[:, None] * k_token + width[None, :], mask=seen, other=0.0)
+        seen = live[:, None] if BDV == DV else live[:, None] & (column < DV // EACH)[None, :]
+        v = tl.load(v_ptr + key[:, None] * v_token + column[None, :], mask=seen, other=0.0)
         scores = tl.dot(q, _operand(k.T, KIND), input_precision="ieee") * unit[:, None]
         if BY_TOKEN:  # a value's scale joins the exponent: its weight is at most 1 whatever the scales are
             v_scale = tl.load(v_scale_ptr + scale_at + key, mask=live, other=1.0)
@@ -247,10 +184,15 @@ def _decode(
         acc = tl.interleave(acc, odd)
     if BY_LAYER:
         acc *= tl.load(v_scale_ptr)
-    _leave(
-        acc, largest, total, part_ptr if SPLIT else out_ptr, state_ptr, own * splits + split if SPLIT else own,
-        group < GROUP, DV, KIND, SPLIT, BDV,
-    )  # fmt: skip
+    exists, mask = group < GROUP, (group < GROUP)[:, None] & (value_width < DV)[None, :]
+    if SPLIT:
+        own = own * splits + split
+        tl.store(state_ptr + own * 2, largest, mask=exists)
+        tl.store(state_ptr + own * 2 + 1, total, mask=exists)
+    else:
+        acc /= total[:, None]
+    pointers = (part_ptr if SPLIT else out_ptr) + own[:, None] * DV + value_width[None, :]
+    tl.store(pointers, acc if SPLIT or tl.float32 == KIND else to_bf16(acc), mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits", "window"])
@@ -263,7 +205,7 @@ def _join(
     row = tl.program_id(1).to(tl.int64)
     own = row * tl.num_programs(0) + tl.program_id(0)
     split, width = tl.arange(0, S), tl.arange(0, BDV)
-    _, first, end = _share(positions_ptr + row, split, splits, window, BN)
+    first, end = _share(positions_ptr, row, split, splits, window, BN)
     live = (first < end) & (split < splits)
     place = own * splits + split
     largest = tl.load(state_ptr + place * 2, mask=live, other=float("-inf"))
@@ -321,25 +263,8 @@ def attend(
     Returns:
         ``[R, H, Dv]`` in the dtype of ``q``.
     """
-    return launch(q, q.shape[1:], k, v, positions, scaling, sliding_window, tile, splits)
-
-
-def launch(
-    q: Tensor,
-    shape: tuple[int, int] | torch.Size,
-    k: Tensor | Cached,
-    v: Tensor | Cached,
-    positions: Tensor,
-    scaling: float,
-    sliding_window: int | None,
-    tile: Tile | None,
-    splits: int | None,
-    new: Sequence[Any] | None = None,
-    **constants: int,
-) -> Tensor:
-    """`attend` for queries of ``shape``: heads and width. With ``new``, `_new_token`'s, ``q`` is a layer's product."""
     (keys, k_scale), (values, v_scale) = _codes(k), _codes(v)
-    rows, (heads, width), kv_heads, value_width = len(q), shape, keys.shape[1], values.shape[3]
+    (rows, heads, width), kv_heads, value_width = q.shape, keys.shape[1], values.shape[3]
     out = torch.empty(rows, heads, value_width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
@@ -350,7 +275,7 @@ def launch(
     pairs = kind == tl.float16 and value_width % 2 == 0
     values = values.view(torch.int16) if pairs else values
     tile = tile or tile_of(max(width, value_width), bits)
-    programs = kv_heads * tiles(group, ROWS)
+    programs = kv_heads * tiles(group, _ROWS)
     longest = min(keys.shape[2], window)
     splits = splits or splits_of(programs * rows, tiles(longest, tile.keys), multiprocessors(q.device))
     parts = torch.empty(rows * heads * splits if splits > 1 else 0, value_width + 2, device=q.device)
@@ -360,12 +285,11 @@ def launch(
     with torch.cuda.device_of(q):
         _decode[(programs, splits, rows)](
             q, keys, values, k_scale, v_scale, out, part, state, positions, scaling * _LOG2_E, splits, window,
-            *keys.stride()[:3], *values.stride()[:3], *scale_strides, new,
+            *keys.stride()[:3], *values.stride()[:3], *scale_strides,
             GROUP=group, D=width, DV=value_width, KIND=kind,
             BY_LAYER=k_scale is not None and not by_token, BY_TOKEN=by_token, SPLIT=splits > 1,
-            EACH=1 + pairs, BG=ROWS, BN=tile.keys, BD=max(16, power_of_two(width)), BDV=value_block,
+            EACH=1 + pairs, BG=_ROWS, BN=tile.keys, BD=max(16, power_of_two(width)), BDV=value_block,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-            **{"Q_ROW": 0, "K_ROW": 0, "CODES": 0, **constants},
         )  # fmt: skip
         if splits > 1:
             _join[(heads, rows)](

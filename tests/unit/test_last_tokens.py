@@ -1,4 +1,4 @@
-"""One launch for the new token of a decode step, one row of the last layer for a prompt: interpreted, and compiled."""
+"""Of a prompt, one row of the last layer: interpreted, and compiled."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import needs_triton
-from new_token_cases import CHECKS
+from last_token_cases import CHECKS
 
-CASES = Path(__file__).with_name("new_token_cases.py")
+CASES = Path(__file__).with_name("last_token_cases.py")
 pytestmark = pytest.mark.timeout(900)  # the interpreter is slow
 
 
