@@ -147,12 +147,11 @@ def _decode(
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     group_tiles: tl.constexpr = (GROUP + BG - 1) // BG
     head, group = tl.program_id(0) // group_tiles, tl.program_id(0) % group_tiles * BG + tl.arange(0, BG)
-    heads = tl.num_programs(0) // group_tiles * GROUP
     first, end = _share(positions_ptr, row, split, splits, window, BN)
     if first >= end:
         return
     width, value_width, column = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BDV // EACH)
-    own = row * heads + head * GROUP + group
+    own = (row * (tl.num_programs(0) // group_tiles) + head) * GROUP + group
     unit = scale * tl.load(k_scale_ptr) if BY_LAYER else scale
     q, unit = _query(q_ptr + own[:, None] * D, group < GROUP, unit, D, KIND, BG, BD)
     k_ptr += row * k_slot + head * k_head
