@@ -164,20 +164,20 @@ def parts_of(batch: TrainBatch, token_budget: int) -> list[Callable[[], Part]]:
         batch: on any device.
         token_budget: most real tokens of one.
     """
-    device, masks = batch.input_ids.device, batch.attention_mask.cpu()
+    device, masks = batch.input_ids.device, batch.attention_mask.cpu().numpy()  # see `lqrl.modeling.backbone.pack`
     lengths = masks.sum(1)
 
     def make(rows: Tensor) -> Part:
-        index, width = on_device(rows, device), max(1, int(lengths[rows].max()))
+        index, width = on_device(rows, device), max(1, int(lengths[rows.numpy()].max()))
         part = batch.rows(index)
         cut = {
             name: value[:, :width]  # no row uses the columns behind
             for name, value in vars(part).items()
             if isinstance(value, Tensor) and value.dim() == 2
         }
-        return Part(index, replace(part, **cut), masks[rows, :width])
+        return Part(index, replace(part, **cut), torch.from_numpy(masks[rows.numpy(), :width]))
 
-    return [partial(make, rows) for rows in microbatches(lengths, token_budget)]
+    return [partial(make, rows) for rows in microbatches(torch.from_numpy(lengths), token_budget)]
 
 
 @phase("forward_backward")

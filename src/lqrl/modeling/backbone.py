@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,12 +158,13 @@ def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None, ex
     Returns:
         The packed tokens; a row without tokens takes no room.
     """
-    mask, device = attention_mask.bool().cpu(), input_ids.device
-    index = mask.flatten().nonzero().squeeze(1)
-    positions = mask.cumsum(1).flatten()[index] - 1
-    predicting = (positions[1:] > 0).nonzero().squeeze(1)
+    # numpy: torch wakes a thread on every core for each of these, which costs a many-core host more than the work.
+    mask, device = attention_mask.bool().cpu().numpy(), input_ids.device
+    kept = np.flatnonzero(mask)
+    places = mask.cumsum(1, dtype=np.int64).ravel()[kept] - 1
     context = PackedContext(mask.sum(1).tolist(), device, kv, exact)
-    index, positions, predicting = (on_device(x, device) for x in (index, positions, predicting))
+    arrays = (kept, places, np.flatnonzero(places[1:] > 0))
+    index, positions, predicting = (on_device(torch.from_numpy(array), device) for array in arrays)
     return Packed(input_ids.flatten()[index][None], positions[None], context, index, predicting)
 
 
