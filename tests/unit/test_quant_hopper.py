@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,3 +207,21 @@ def test_silu_has_the_bits_of_the_triton_kernel_for_every_gate() -> None:
         w[:64, :64], w[64:, 64:] = eye, eye
         got = hopper_gemm.linear(x, w, Cut(1, 64, 1, 2), gated=True)
         assert torch.equal(got, exact.silu_mul(rows.contiguous(), up.contiguous()))
+
+
+@pytest.mark.gpu
+def test_another_thread_has_a_context() -> None:
+    device = hopper()
+    x, w, *_ = operands("bf16", 64, 1024, 1024, device)
+    wanted = hopper_gemm.plain_linear(x, w)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(hopper_gemm.plain_linear, x, w).result(), wanted)
+
+
+def test_a_missing_library_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError('Failure finding "libnvrtc.so.13"')
+
+    monkeypatch.setattr(hopper_source, "_nvrtc", lambda: SimpleNamespace(nvrtcCreateProgram=fails))
+    with pytest.raises(hopper_source.CompilerMissing, match="pip install nvidia-cuda-nvrtc"):
+        hopper_source.machine_code("bf16", CUTS[0])

@@ -56,6 +56,9 @@ class _Driver(CudaDriver):
     """Modules, tensor maps and launches."""
 
     signatures: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
+        "cuCtxSetCurrent": (ctypes.c_void_p,),
+        "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
         "cuModuleLoadData": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p),
         "cuModuleGetFunction": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_char_p),
         "cuFuncSetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
@@ -71,6 +74,14 @@ class _Driver(CudaDriver):
         ),
     }
     otherwise: ClassVar[str] = f"set {VARIABLE}=0 for the libraries' products"
+
+    def enter(self, device: int) -> None:
+        """Give a thread that has no context yet the primary one of ``device``, torch's."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value is None:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._call("cuCtxSetCurrent", context)
 
     def function(self, code: bytes, shared_bytes: int) -> int:
         """The kernel of machine code, loaded into the current context."""
@@ -150,8 +161,9 @@ def obstacle(index: int | None) -> str | None:
         return "it is made for capability 9.0"
     try:
         with torch.cuda.device(index):
-            torch.empty(1, device="cuda")  # makes a context
-            _function("bf16", Cut(1, 32, 1, 2), False, torch.cuda.current_device())
+            device = torch.cuda.current_device()
+            _driver().enter(device)
+            _function("bf16", Cut(1, 32, 1, 2), False, device)
     except (CompilerMissing, DriverError) as error:
         log.warning("products of a few rows run on the libraries' kernels, slower: %s", error)
         return str(error)
@@ -231,6 +243,7 @@ def linear(
         return out
     row_bytes, element = k * x.itemsize, _BFLOAT16 if kind == "bf16" else _UINT8
     with torch.cuda.device_of(x):
+        _driver().enter(x.get_device())
         function = _function(kind, cut, gated, x.get_device())
         side_by_side = cut.outputs // 2 if gated else cut.outputs
         weights = _weight_map(weight.data_ptr(), n, row_bytes, side_by_side, element)
