@@ -57,7 +57,10 @@ for name in $parts; do
         part prefill 90 python3 benchmarks/prefill.py --kernels 12
         part decode_rows 40 python3 benchmarks/decode_rows.py
         ;;
-    gemm) part decode_gemm 200 python3 benchmarks/decode_gemm.py --seconds 190 ;;
+    gemm)
+        part decode_gemm 200 python3 benchmarks/decode_gemm.py --seconds 190
+        part hopper_gemm 100 python3 benchmarks/hopper_gemm.py --models 0.6B 8B 32B --rows 8 32 64 128 256
+        ;;
     rollout)
         part rollout 420 python3 benchmarks/rollout.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 400 \
             --rows "$out/rollout.jsonl"
