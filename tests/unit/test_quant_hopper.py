@@ -225,3 +225,12 @@ def test_a_missing_library_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hopper_source, "_nvrtc", lambda: SimpleNamespace(nvrtcCreateProgram=fails))
     with pytest.raises(hopper_source.CompilerMissing, match="pip install nvidia-cuda-nvrtc"):
         hopper_source.machine_code("bf16", CUTS[0])
+
+
+def test_compiling_leaves_shared_bytes_alone() -> None:
+    try:
+        hopper_source.machine_code("bf16", CUTS[0])
+    except hopper_source.CompilerMissing as error:
+        pytest.skip(str(error))
+    assert bytes([32]) == b" "
+    assert bytes([32])[0] == 32

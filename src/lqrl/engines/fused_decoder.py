@@ -133,7 +133,7 @@ def _layer(parts: LayerParts, decoder: DecoderParts, fused: Fused) -> _Layer:
         project=_normed_product(parts.input_norm, parts.query_key_value, fused),
         rotation=Rotation(*decoder.rotary, query_norm, key_norm, decoder.eps),
         shape=parts.shape,
-        output=linear(parts.output),
+        output=linear(parts.output, few_rows=True),
         expand=_normed_product(parts.post_norm, parts.gate_up, fused, gated=gated),
         contract=_gated_product(parts.activation, parts.down),
     )
@@ -163,7 +163,7 @@ def _normed_product(
     quantizing = coded_steps.normed_product(*_norm_weight(norm), layers, fused)
     if quantizing is not None:
         return quantizing
-    add_norm, product, whole = _add_norm(norm), split_product(layers, fused), fused.get(layers[0])
+    add_norm, product, whole = _add_norm(norm), split_product(layers, fused, few_rows=True), fused.get(layers[0])
 
     def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
         x, h = add_norm(x, delta)
@@ -174,7 +174,7 @@ def _normed_product(
 
 
 def _gated_product(activation: nn.Module, down: nn.Module) -> Callable[[Sequence[Tensor]], Tensor]:
-    product, function = linear(down), activation.forward
+    product, function = linear(down, few_rows=True), activation.forward
     if is_silu(activation):
         quantizing = coded_steps.gated_product(down)
         if quantizing is not None:

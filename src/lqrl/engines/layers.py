@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lqrl.modeling.backbone import STATIC_ROPE, AttentionShape
-from lqrl.quant.fused import fuse_
+from lqrl.quant.fused import PlainProduct, fuse_
 from lqrl.quant.hopper_gemm import plain_linear
 
 if TYPE_CHECKING:
@@ -150,20 +150,28 @@ def fuse_projections_(model: nn.Module) -> dict[nn.Module, RowFn]:
     return fused
 
 
-def split_product(layers: Sequence[nn.Module], fused: Fused) -> SplitFn:
-    """The products of ``layers`` with one input, each ``[N, out]``: views of one where they are ``fused``."""
+def split_product(layers: Sequence[nn.Module], fused: Fused, *, few_rows: bool = False) -> SplitFn:
+    """The products of ``layers`` with one input, each ``[N, out]``: views of one where they are ``fused``.
+
+    ``few_rows``: see `linear`.
+    """
     product = fused.get(layers[0])
+    if few_rows and isinstance(product, PlainProduct):
+        product = product.few_rows
     if product is None:
-        functions = [linear(layer) for layer in layers]
+        functions = [linear(layer, few_rows=few_rows) for layer in layers]
         return lambda x: [function(x) for function in functions]
     widths = [int(layer.out_features) for layer in layers]  # pyright: ignore[reportArgumentType]
     return lambda x: product(x).split(widths, -1)
 
 
-def linear(module: nn.Module) -> RowFn:
-    """The layer without the module call, which costs as much as a small product."""
+def linear(module: nn.Module, *, few_rows: bool = False) -> RowFn:
+    """The layer without the module call, which costs as much as a small product.
+
+    ``few_rows``: a plain layer may round otherwise, as `lqrl.quant.hopper_gemm` does where it is faster.
+    """
     if type(module) is nn.Linear:
-        if module.bias is None:
+        if few_rows and module.bias is None:
             return partial(plain_linear, weight=module.weight)
         return partial(F.linear, weight=module.weight, bias=module.bias)
     return module.forward

@@ -30,7 +30,11 @@ class PlainProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N1 + N2 + ...]``."""
-        return plain_linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def few_rows(self, x: Tensor) -> Tensor:
+        """The product up to rounding, for ``x`` ``[M, K]`` of few rows by a kernel that is made for them."""
+        return plain_linear(x, self.weight) if self.bias is None else self(x)
 
     def gated(self, x: Tensor) -> Tensor | None:
         """SiLU of the first half of the outputs times the others, ``[M, N / 2]``; ``None`` if no kernel does it."""

@@ -182,7 +182,7 @@ def cut_of(x: Tensor, weight: Tensor) -> Cut | None:
     """
     if x.dim() != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or x.dtype not in _KINDS:
         return None
-    if not serves(x.device) or not (x.is_contiguous() and weight.is_contiguous()):
+    if x.device != weight.device or not serves(x.device) or not (x.is_contiguous() and weight.is_contiguous()):
         return None
     (m, k), (n, depth) = x.shape, weight.shape
     if depth != k or n % 8 or k * x.itemsize % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
@@ -233,11 +233,17 @@ def linear(
         gated: see above.
 
     Raises:
-        ValueError: when a split of the cut would have no inputs.
+        ValueError: when a split of the cut would have no inputs, scales are missing or too many, or N does not fit.
     """
     (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
     if tiles(k * x.itemsize, STEP_BYTES) < cut.splits:
         raise ValueError(f"{k} inputs of {x.dtype} are too few for {cut.splits} splits of {STEP_BYTES} bytes")
+    scales = (token_scale, weight_scale)
+    for scale, count in zip(scales, (m, n), strict=True):
+        if (scale is None) != (kind == "bf16") or (scale is not None and scale.numel() != count):
+            raise ValueError(f"codes need {m} and {n} scales in fp32, bf16 none: got {scales}")
+    if n % (16 if gated else 8):
+        raise ValueError(f"{n} outputs are not whole pieces of 16 bytes")
     out = torch.empty(m, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
     if not m:
         return out
@@ -248,14 +254,11 @@ def linear(
         side_by_side = cut.outputs // 2 if gated else cut.outputs
         weights = _weight_map(weight.data_ptr(), n, row_bytes, side_by_side, element)
         inputs = _driver().tensor_map(x.data_ptr(), m, row_bytes, cut.rows, element)
-        scales = (
-            (None, None)
-            if token_scale is None or weight_scale is None
-            else (token_scale.contiguous().data_ptr(), weight_scale.contiguous().data_ptr())
-        )
+        kept = [None if scale is None else scale.float().contiguous() for scale in scales]
+        places = [None if scale is None else scale.data_ptr() for scale in kept]
         arguments = [
             *(ctypes.create_string_buffer(words, _MAP_BYTES) for words in (weights, inputs)),
-            *(ctypes.c_void_p(address) for address in (out.data_ptr(), *scales)),
+            *(ctypes.c_void_p(address) for address in (out.data_ptr(), *places)),
             *(ctypes.c_int(value) for value in (m, n, tiles(row_bytes, STEP_BYTES))),
         ]
         grid = (tiles(out.shape[1], side_by_side) * cut.splits, tiles(m, cut.rows))

@@ -40,7 +40,7 @@ class Cut:
         groups: of 64 outputs that a block of threads owns, 1 to 3.
         rows: of the input, which a block multiplies at a time: 16, 32, 64, 128 or 256.
         splits: parts of the inputs, each of which a block of a cluster multiplies: 1, 2 or 4.
-        stages: steps of 128 bytes a row that are in flight.
+        stages: steps of 128 bytes a row that are in flight, 2 or more.
     """
 
     groups: int
@@ -51,6 +51,8 @@ class Cut:
     def __post_init__(self) -> None:
         if self.groups not in _REGISTERS or self.rows not in (16, 32, 64, 128, 256) or self.splits not in (1, 2, 4):
             raise ValueError(f"{self} is not a cut that the kernel knows")
+        if self.stages < 2:
+            raise ValueError(f"{self} has no stage to fill while one is multiplied: take 2 or more")
         if self.rows // self.splits % 16:
             raise ValueError(f"{self} leaves a block less than 16 rows to finish: take fewer splits")
 
@@ -140,9 +142,9 @@ def machine_code(kind: Kind, cut: Cut, gated: bool = False, options: tuple[str, 
 
     def read(what: str) -> bytes:
         (size,) = ask(f"nvrtcGet{what}Size", program)
-        buffer = b" " * int(size)  # pyright: ignore[reportArgumentType]
-        ask(f"nvrtcGet{what}", program, buffer)
-        return buffer
+        buffer = bytearray(int(size))  # pyright: ignore[reportArgumentType]
+        ask(f"nvrtcGet{what}", program, buffer)  # not into bytes: short ones are shared by the whole process
+        return bytes(buffer)
 
     def said() -> str:
         return read("ProgramLog").decode(errors="replace").strip("\0 \n")

@@ -26,7 +26,8 @@ def shared_codes(layers: Sequence[nn.Module], device: torch.device) -> TokenCode
     """
     kind = None
     for layer in layers:
-        if type(layer) is not AlignedLinear or layer._forward_hooks or layer._forward_pre_hooks:
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if type(layer) is not AlignedLinear or any(hooks):
             return None
         own = layer.method.token_codes
         if own is None or kind not in (None, own):
