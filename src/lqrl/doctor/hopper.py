@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from lqrl.doctor.machine import dotted
 from lqrl.doctor.report import Row, Section, WrongResultError, attempt
+from lqrl.doctor.row_kernels import check_near
 from lqrl.quant import hopper_gemm
 from lqrl.quant.hopper_cuts import cut_for
 from lqrl.quant.hopper_source import Kind
@@ -27,7 +29,7 @@ def hopper_section() -> Section:
 def _few_rows(name: str, device: torch.device) -> Row:
     reason = hopper_gemm.obstacle(device.index)
     if reason is not None:
-        dot = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        dot = dotted(torch.cuda.get_device_capability(device))
         detail = f"{reason}, and this is {dot}" if "capability" in reason else reason
         return Row(name, "missing", f"{detail}: Triton's and the libraries' products run instead")
     for kind in _DTYPES:
@@ -50,10 +52,8 @@ def check(kind: Kind, device: torch.device) -> None:
     cut = cut_for(kind, _ROWS, _OUTPUTS, _INPUTS)
     if cut is None:
         raise WrongResultError(f"no cut for {_ROWS} rows of {kind}")
-    got = hopper_gemm.linear(x, weight, cut, *([] if kind == "bf16" else scales)).double()
+    got = hopper_gemm.linear(x, weight, cut, *([] if kind == "bf16" else scales))
     true = x.double() @ weight.double().t()
     if kind != "bf16":
         true = true * scales[1].view(1, -1) * scales[0]
-    error = float((got - true).norm() / true.norm())
-    if not error <= _ERRORS[kind]:
-        raise WrongResultError(f"the {kind} product of a few rows is off by {error:.1e} of its size")
+    check_near(f"the {kind} product of a few rows", got, true, _ERRORS[kind])

@@ -25,7 +25,7 @@ def check_row_kernels(device: torch.device) -> None:
     uniform = uniform.to(device)
     totals = exact.normalizer(logits, 1.0)
     expected = logits.double().logsumexp(1)
-    _near("the log-softmax", (totals.largest.double() + totals.log_total), expected, 1e-5)
+    check_near("the log-softmax", (totals.largest.double() + totals.log_total), expected, 1e-5)
     tokens, _ = exact.sample(logits, uniform, 1.0)
     alone, _ = exact.sample(logits[2:3], uniform[2:3], 1.0)
     _equal("a draw", alone, tokens[2:3])
@@ -38,20 +38,20 @@ def _check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     x, weight = (_random(n, 96, device=device, seed=n).to(dtype) for n in (rows, 40))
     packed = exact.pack(weight)
     y = exact.linear(x, packed)
-    _near("the product", y, x.double() @ weight.double().T, near)
+    check_near("the product", y, x.double() @ weight.double().T, near)
     _equal("a row of the product", exact.linear(x[2:3], packed), y[2:3])
     gain = 1 + _random(96, device=device).to(dtype)
     normed, _ = exact.rms_norm(x, gain, 1e-6)
     wide = x.double()
-    _near("the norm", normed, wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.double(), near)
+    check_near("the norm", normed, wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.double(), near)
     _equal("a row of the norm", exact.rms_norm(x[2:3], gain, 1e-6)[0], normed[2:3])
-    _near("SiLU", exact.silu(x), F.silu(wide), near)
+    check_near("SiLU", exact.silu(x), F.silu(wide), near)
     q, k, v = (_random(rows, heads, 32, device=device, seed=heads).to(dtype) for heads in (4, 2, 3))
     v = v[:, :2]
     attended = exact.attention(q, k, v, exact.packed_sequences(_LENGTHS, device), 0.2)
     first = _LENGTHS[0]
     expected = [_attention(q[part], k[part], v[part]) for part in (slice(first), slice(first, rows))]
-    _near("attention", attended, torch.cat(expected), near)
+    check_near("attention", attended, torch.cat(expected), near)
     alone = exact.attention(q[first:], k[first:], v[first:], exact.packed_sequences(_LENGTHS[1:], device), 0.2)
     _equal("a sequence of attention", alone, attended[first:])
 
@@ -66,7 +66,12 @@ def _random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def _near(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+def check_near(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Refuse ``got`` if it is further from ``expected``, float64, than ``tolerance`` of its size.
+
+    Raises:
+        WrongResultError: when it is.
+    """
     error = ((got.double() - expected).norm() / expected.norm()).item()
     if not error <= tolerance:
         raise WrongResultError(f"{what} in {got.dtype} is off by {error:.1e} of its size")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lqrl.doctor.machine import dotted
 from lqrl.doctor.native import COMPILER
 from lqrl.doctor.report import Row, Section, WrongResultError, attempt
-from lqrl.doctor.row_kernels import check_row_kernels
+from lqrl.doctor.row_kernels import check_near, check_row_kernels
 from lqrl.engines.copy import Copy
 from lqrl.engines.digest import tensor_digest
 from lqrl.quant import numerics, triton_use
@@ -101,7 +101,7 @@ def check_fp8(device: torch.device) -> None:
     _same("fp8 per tensor", triton_quantize.quantize_fp8_tensor(weight, amax), numerics.quantize_fp8_tensor(weight))
     y = triton_fp8.block_scaled(codes, scale, blocks, block_scale, torch.float32)
     values = numerics.dequantize_fp8_group(codes, scale), numerics.dequantize_fp8_block(blocks, block_scale)
-    _near("the fp8 product", y, values[0].double() @ values[1].double().T, _FP8_ERROR)
+    check_near("the fp8 product", y, values[0].double() @ values[1].double().T, _FP8_ERROR)
     alone = triton_fp8.block_scaled(codes[2:3], scale[2:3], blocks, block_scale, torch.float32)
     _same("a row of the fp8 product", (alone,), (y[2:3],))
 
@@ -133,7 +133,7 @@ def check_packed(device: torch.device) -> None:
     for packed, values in pairs:
         _same(f"{packed.format} values", (triton_weight_only.dequantize(packed, _BF16),), (values,))
         y = triton_weight_only.linear(x, packed, None, torch.float32)
-        _near(f"the {packed.format} product", y, x.double() @ values.double().T, 1e-4)
+        check_near(f"the {packed.format} product", y, x.double() @ values.double().T, 1e-4)
 
 
 def check_refresh(device: torch.device) -> None:
@@ -177,9 +177,3 @@ def _same(what: str, got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         if a.dtype != b.dtype or not torch.equal(a.float(), b.float()):
             different = int((a.float() != b.float()).sum())
             raise WrongResultError(f"{what}: {different} of {a.numel()} elements differ from eager torch code")
-
-
-def _near(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = ((got.double() - expected).norm() / expected.norm()).item()
-    if not error <= tolerance:
-        raise WrongResultError(f"{what} is off by {error:.1e} of its size")

@@ -2,8 +2,7 @@
 
 Sums, roundings and order are those of transformers' layers but for attention, which keeps fp32 where they round, and
 for the sums inside norms. In exact mode all of it has the bits of the exact modules, whose kernels, or whose arithmetic
-inside larger ones, these are. Keys and values never exist apart from the cache, nor do, in a decode step out of exact
-mode, the rotated queries: attention takes the product as it is.
+inside larger ones, these are. Keys and values never exist apart from the cache.
 """
 
 from __future__ import annotations

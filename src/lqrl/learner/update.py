@@ -164,10 +164,8 @@ def parts_of(batch: TrainBatch, token_budget: int) -> list[Callable[[], Part]]:
         batch: on any device.
         token_budget: most real tokens of one.
     """
-    device, masks = (
-        batch.input_ids.device,
-        batch.attention_mask.bool().cpu().numpy(),
-    )  # see `lqrl.modeling.backbone.pack`
+    device = batch.input_ids.device
+    masks = batch.attention_mask.bool().cpu().numpy()  # why numpy: see `lqrl.modeling.backbone.pack`
     lengths = masks.sum(1)
 
     def make(rows: Tensor) -> Part:

@@ -33,6 +33,11 @@ _FULL = 0.9  # of the blocks, with which bf16 is faster than the library above t
 _SMALL = 1e9  # multiplications, below which it is in any case
 
 
+def _steps(kind: Kind, k: int) -> int:
+    """Of a row of ``k`` inputs."""
+    return tiles(k * (2 if kind == "bf16" else 1), STEP_BYTES)
+
+
 def _waves(cut: Cut, m: int, n: int) -> tuple[int, int, int]:
     """Blocks, those that run at a time, and how often that is."""
     blocks = tiles(n, cut.outputs) * cut.splits * tiles(m, cut.rows)
@@ -42,20 +47,19 @@ def _waves(cut: Cut, m: int, n: int) -> tuple[int, int, int]:
 
 def microseconds(kind: Kind, cut: Cut, m: int, n: int, k: int) -> float:
     """What the model says about ``[m, k]`` times ``[n, k]``."""
-    row_bytes = k * (2 if kind == "bf16" else 1)
+    steps = _steps(kind, k)
     blocks, at_a_time, waves = _waves(cut, m, n)
     cycles = max(cut.groups * cut.rows * 2 * _SLOWER, (cut.outputs + cut.rows) * STEP_BYTES / _INGEST)
-    steps = tiles(row_bytes, STEP_BYTES) / cut.splits
-    own = steps * cycles / _CLOCK * (1 + _REREAD * (tiles(m, cut.rows) - 1))
+    own = steps / cut.splits * cycles / _CLOCK * (1 + _REREAD * (tiles(m, cut.rows) - 1))
     exchange = _EXCHANGE * cut.outputs * cut.rows * 4 * (cut.splits - 1) / cut.splits
-    weights = n * row_bytes / _BANDWIDTH * _ALONE * waves * at_a_time / blocks
+    weights = n * steps * STEP_BYTES / _BANDWIDTH * _ALONE * waves * at_a_time / blocks
     return waves * _WAVE_US + max(waves * (own + exchange), weights)
 
 
 def _cuts(kind: Kind, m: int, n: int, k: int) -> list[Cut]:
     """Candidates with as many stages as shared memory holds; of e4m3 without splits, which change its sums."""
     least = min(m, _LIBRARY_ROWS) if tiles(n, 64) >= _MANY else 0
-    steps = tiles(k * (2 if kind == "bf16" else 1), STEP_BYTES)
+    steps = _steps(kind, k)
     found = []
     for groups, rows, splits in itertools.product((1, 2, 3), (16, 32, 64, 128, 256), (1, 2, 4)):
         if rows // splits % 16 or rows >= 2 * max(m, 16) or rows < least or steps // splits < 2:
@@ -64,7 +68,7 @@ def _cuts(kind: Kind, m: int, n: int, k: int) -> list[Cut]:
             continue
         stages = min(_SHARED_BYTES // ((64 * groups + rows) * STEP_BYTES), steps // splits, _MOST_STAGES)
         cut = Cut(groups, rows, splits, stages)
-        if stages >= 2 and cut.shared_bytes <= _SHARED_BYTES:
+        if cut.shared_bytes <= _SHARED_BYTES:
             found.append(cut)
     return found
 
