@@ -113,6 +113,7 @@ class _Child:
             start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._said = ""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -135,17 +136,18 @@ class _Child:
                 line = self._lines.get(timeout=max(0.0, min(_TICK, deadline - time.monotonic())))
             except queue.Empty:
                 if ended:
-                    return {"error": self._last_words()}
+                    return {"error": f"exit code {self.process.returncode}: {self._last_words()}"}
                 if time.monotonic() >= deadline:
-                    return {"error": "no result within the time limit"}
+                    return {"error": f"no result within the time limit; it printed last: {self._said or 'nothing'}"}
                 continue
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
+            self._said = line.strip()[:300] or self._said
 
     def _last_words(self) -> str:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        return f"exit code {self.process.returncode}: {lines[-1][:300] if lines else 'no message'}"
+        return lines[-1][:300] if lines else "no message"
 
     def end(self) -> None:
         """Kill it with all that it has started; libraries' threads may hang at a normal exit."""

@@ -16,6 +16,7 @@ case = json.loads(sys.argv[2])
 wait_for_turn()
 for value in case["values"]:
     if value == "hang":
+        print("about to hang", flush=True)
         time.sleep(60)
     if value == "raise":
         raise KeyError("lost")
@@ -66,7 +67,9 @@ def test_a_child_that_says_too_little_is_quoted(run):
 
 def test_a_child_that_hangs_is_cut_off(run):
     rows = run((["hang", 1], 2), ([3], 1), limit=3.0, ahead=True)
-    assert [row.get("error") for row in rows] == ["no result within the time limit"] * 2 + [None]
+    assert [row.get("error") for row in rows] == [
+        "no result within the time limit; it printed last: about to hang"
+    ] * 2 + [None]
 
 
 def test_no_job_begins_when_the_time_is_over(run):
