@@ -98,6 +98,28 @@ def test_microbatches_hold_every_row_once_within_the_budget(lengths, budget):
         assert len(group) == 1 or int(sizes[group].sum()) <= budget
 
 
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 200))
+def test_microbatches_are_as_few_and_as_even_as_sorted_rows_can_be(lengths, budget):
+    def filled(most):
+        groups = []
+        for length in sorted(lengths, reverse=True):
+            if not groups or sum(groups[-1]) + length > most:
+                groups.append([])
+            groups[-1].append(length)
+        return groups
+
+    sizes = torch.tensor(lengths)
+    made = [sizes[group].tolist() for group in microbatches(sizes, budget)]
+    assert len(made) == len(filled(budget))
+    least = next(most for most in range(budget + 1) if len(filled(most)) <= len(made))
+    assert made == filled(least)
+
+
+def test_no_micro_batch_is_left_with_a_few_tokens():
+    groups = microbatches(torch.full((100,), 10), 330)  # 33, 33, 33 and 1 rows if each were filled
+    assert [len(group) for group in groups] == [25, 25, 25, 25]
+
+
 @given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 5))
 def test_minibatches_partition_the_rows_and_depend_on_the_seed_alone(rows, count, seed):
     parts = minibatches(rows, count, seed=seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from lqrl.engines.look import Look
 from lqrl.engines.sampling import Sampled, sample_keys, uniforms
 from lqrl.engines.slots import PrefillContext, SlotCache
 from lqrl.engines.stepper import Stepper
+from lqrl.quant.triton_use import on_device
 from lqrl.types import Completion, FinishReason, Prompt, SamplingParams
 
 
@@ -118,9 +119,9 @@ class Generation:
             RuntimeError: when the model gave NaN or inf.
         """
         shape = len(self._rows), self._budget
+        bad = (~self._logprobs.view(shape).isfinite()).any(1).nonzero().flatten().tolist()
         tokens, logprobs = (x.view(shape).cpu() for x in (self._tokens, self._logprobs))
         mass = self._log_mass.view(shape).cpu() if self._params.truncates else torch.zeros(1, 1).expand(shape)
-        bad = (~logprobs.isfinite()).any(1).nonzero().flatten().tolist()
         if bad:
             raise RuntimeError(
                 f"the engine's log-probs are not finite for prompt id {self._rows[bad[0]][0].id} and {len(bad) - 1} "
@@ -161,22 +162,30 @@ class Generation:
     def _admit(self) -> None:
         """Fill free slots with waiting samples; those that end with their first token leave at once."""
         while self._queue:
+            entered = list(self._enter())  # all prefills are launched before the host waits for the first
+            if not entered:
+                return
+            for batch, stopped in entered:
+                for slot, stop in zip(batch.slots, stopped.tolist(), strict=True):
+                    if stop or self._budget == 1:
+                        self._finish(slot, 1, stop)
+
+    def _enter(self) -> Iterator[tuple[_Admission, Tensor]]:
+        """Admit samples while there are slots; which of them drew a stop token, bool on the device."""
+        while self._queue:
             batch = self._choose()
             if not batch.rows:
                 return
             logits = self._decoder.logits(self._prefill(batch))
-            rows = torch.tensor([batch.rows, batch.group_of, batch.slots], device=self._device)
-            at = rows[0] * self._budget
-            drawn = self._draw(logits.index_select(0, rows[1]), at)
-            lengths = torch.tensor([len(batch.groups[g].prompt.input_ids) for g in batch.group_of])
-            new = (drawn.tokens, lengths.to(self._device), at + 1)
-            for held, values in zip(self._of_slots(), new, strict=True):
-                held.index_copy_(0, rows[2], values)
-            stopped = self._is_stop[drawn.tokens].tolist()
-            for slot, row, group, stop in zip(batch.slots, batch.rows, batch.group_of, stopped, strict=True):
+            lengths = [len(batch.groups[group].prompt.input_ids) for group in batch.group_of]
+            table = on_device(torch.tensor([batch.rows, batch.group_of, batch.slots, lengths]), self._device)
+            at = table[0] * self._budget
+            drawn = self._draw(logits.index_select(0, table[1]), at)
+            for held, values in zip(self._of_slots(), (drawn.tokens, table[3], at + 1), strict=True):
+                held.index_copy_(0, table[2], values)
+            for slot, row, group in zip(batch.slots, batch.rows, batch.group_of, strict=True):
                 self._running[slot] = _Sequence(batch.groups[group], row, self._step)
-                if stop or self._budget == 1:
-                    self._finish(slot, 1, stop)
+            yield batch, self._is_stop[drawn.tokens]
 
     def _choose(self) -> _Admission:
         """Waiting samples for the free slots, within the token budget of one prefill."""
@@ -215,7 +224,7 @@ class Generation:
         if fresh:
             prompts = [batch.groups[i].prompt.input_ids for i in fresh]
             context = PrefillContext(self._cache, [len(p) for p in prompts], [slots[i][0] for i in fresh])
-            ids = torch.tensor([token for p in prompts for token in p], device=self._device)
+            ids = on_device(torch.tensor([token for p in prompts for token in p]), self._device)
             hidden = self._decoder.prefill(ids, context)
             for i, h in zip(fresh, hidden, strict=True):
                 batch.groups[i].hidden = h
@@ -309,7 +318,7 @@ class Generation:
             moved = [self._running[i] for i in source]
             longest = max(len(s.group.prompt.input_ids) + self._step - s.born for s in moved if s is not None)
             self._cache.copy(source, target, longest)
-            at = torch.tensor([source, target], device=self._device)
+            at = on_device(torch.tensor([source, target]), self._device)
             for held in self._of_slots():
                 held.index_copy_(0, at[1], held.index_select(0, at[0]))
             for slot, sequence in zip(target, moved, strict=True):

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from lqrl.modeling.backbone import AttentionShape
 from lqrl.phases import phase
 from lqrl.quant import exact
 from lqrl.quant.kv import Cached, KVCacheMethod
+from lqrl.quant.triton_use import on_device
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +201,7 @@ class SlotCache:
     def copy(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` to slots ``target`` (of equal number, disjoint)."""
         self.check_held()
-        at = torch.tensor([source, target], device=self.device)
+        at = on_device(torch.tensor([source, target]), self.device)
         for cache in (_plain(view) for layer in self._views for view in layer):
             cache[at[1], :, :length] = cache[at[0], :, :length]
 
@@ -261,18 +263,19 @@ class PrefillContext(PackedContext, SlotContext):
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], slots: Sequence[int]) -> None:
         super().__init__(lengths, cache.device, cache.seen, cache.exact)
-        counts = torch.tensor(lengths)
-        self.position_ids = torch.cat([torch.arange(n) for n in lengths]).to(cache.device)
-        self.last = (counts.cumsum(0) - 1).to(cache.device)
-        self._slots = torch.tensor(slots).repeat_interleave(counts).to(cache.device)
         self._cache = cache
         self._rows: dict[int, Tensor] = {}
-        starts = counts.cumsum(0) - counts
-        at, none = torch.tensor(slots), torch.zeros_like(counts)
-        last = [torch.arange(len(counts)), none + 1, at, counts - 1]
-        tables = torch.stack([starts, counts, at, none, *last]).to(cache.device)
+        counts = np.array(lengths)
+        ends = counts.cumsum()
+        starts, none = ends - counts, np.zeros_like(counts)
+        places = np.stack([np.arange(ends[-1]) - starts.repeat(counts), np.repeat(slots, counts)])
+        self.position_ids, self._slots = on_device(torch.from_numpy(places), cache.device)
+        whole = [starts, counts, slots, none]
+        last = [np.arange(len(counts)), none + 1, slots, counts - 1]
+        tables = on_device(torch.from_numpy(np.stack([*whole, *last, ends - 1])), cache.device)
+        self.last = tables[8]
         self._in_slots = exact.Sequences(tables[:4], self.longest, self.longest)
-        self._last_in_slots = exact.Sequences(tables[4:], 1, self.longest)
+        self._last_in_slots = exact.Sequences(tables[4:8], 1, self.longest)
 
     def attend_product(
         self, layer_idx: int, product: Sequence[Tensor], rotation: Rotation, shape: AttentionShape

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -104,6 +106,9 @@ def minibatches(rows: int, count: int, *, seed: int) -> list[Tensor]:
 def microbatches(lengths: Tensor, token_budget: int) -> list[Tensor]:
     """Group rows so that each group holds at most ``token_budget`` real tokens; a longer row stands alone.
 
+    There are as few groups as rows of falling length allow, and they are of nearly equal size: a last group of a few
+    tokens would take the host as long to launch as a full one, and the GPU would wait.
+
     Args:
         lengths: ``[B]`` real tokens a row (the forward computes no padding, so padding is not counted).
         token_budget: most tokens of a forward and backward pass.
@@ -111,13 +116,22 @@ def microbatches(lengths: Tensor, token_budget: int) -> list[Tensor]:
     Returns:
         Row indices, longest rows first. Rows of similar length meet, which also keeps attention's padded work small.
     """
-    groups: list[list[int]] = []
-    used = 0
-    for row in torch.argsort(lengths, descending=True, stable=True).tolist():
-        length = int(lengths[row])
-        if not groups or used + length > token_budget:
-            groups.append([])
-            used = 0
-        groups[-1].append(row)
-        used += length
-    return [torch.tensor(g) for g in groups]
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ends = list(accumulate(lengths[order].tolist()))
+    count = len(_stops(ends, token_budget))
+    most = bisect_left(range(token_budget), True, key=lambda most: len(_stops(ends, most)) <= count)
+    return [order[a:b] for a, b in pairwise([0, *_stops(ends, most)])]
+
+
+def _stops(ends: Sequence[int], most: int) -> list[int]:
+    """Where groups of rows end that are filled one after the other, to ``most`` tokens or with one longer row.
+
+    ``ends``: tokens of all rows up to and with each.
+    """
+    stops: list[int] = []
+    start = before = 0
+    while start < len(ends):
+        start = max(bisect_right(ends, before + most, start), start + 1)
+        before = ends[start - 1]
+        stops.append(start)
+    return stops
