@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine_models import SIZES
+from interpreter import needs_triton
 from torch import Tensor, nn
 from transformers import GemmaConfig, Qwen2Config
 
@@ -17,6 +18,7 @@ from lqrl.engines.digest import digest
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
 from lqrl.engines.transaction import all_tensors, loadable_tensors, write_weights_
 from lqrl.learner.noise import RolloutNoise
+from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import load_model
 from lqrl.quant import triton_use
 from lqrl.quant.export import export_weights
@@ -41,6 +43,10 @@ def learner(scheme: QuantScheme, device: torch.device, seed: int = 0) -> nn.Modu
     nn.Module.to(model, device)
     prepare_(model, scheme, export_dtype=DTYPE)
     return model
+
+
+def aligned_layers(model: nn.Module) -> list[AlignedLinear]:
+    return [module for module in model.modules() if isinstance(module, AlignedLinear)]
 
 
 def exported(scheme: QuantScheme, device: torch.device, seed: int = 0) -> Stream:
@@ -223,6 +229,45 @@ def test_layers_of_one_width_come_from_one_launch(scheme):
     assert first == third == fourth
 
 
+@pytest.mark.gpu
+@ROWWISE
+def test_a_forward_after_a_step_quantizes_all_layers_at_once(scheme):
+    if not triton_use.available():
+        pytest.skip("needs triton")
+    model = load_model(Qwen2Config(**{**SIZES, "num_hidden_layers": 3}), dtype=DTYPE, seed=0).cuda()
+    prepare_(model, scheme, export_dtype=DTYPE)
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+        expected = [layer.quantized_weight() for layer in aligned_layers(model)]
+        for layer in aligned_layers(model):
+            layer.invalidate()
+        Scorer(model, 1.0, DTYPE).score(ids, torch.ones_like(ids))
+    made = [layer.quantized_weight() for layer in aligned_layers(model)]
+    for got, wanted in zip(made, expected, strict=True):
+        assert all(torch.equal(bits(got[name]), bits(wanted[name])) for name in wanted)
+    width = made[0]["weight"].shape[1]
+    assert len({m["weight"].untyped_storage().data_ptr() for m in made if m["weight"].shape[1] == width}) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("limit", [1, 60, 100, 119, 10**6])
+def test_what_repeats_from_layer_to_layer_lies_in_one_buffer(monkeypatch, limit):
+    from lqrl.quant import triton_row_batch
+
+    monkeypatch.setattr(triton_row_batch, "_BUFFER", limit * 10)
+    rows = [8, 4, 4, 8, 18, 18] * 3  # 60 a layer, of which query, key, value and gate, up are multiplied as one
+    made = triton_row_batch._storage([torch.empty(n, 10) for n in rows], torch.int8)
+    assert [codes.shape for codes, _ in made] == [(n, 10) for n in rows]
+    assert all(scale.shape == (n, 1) for (_, scale), n in zip(made, rows, strict=True))
+    places = [codes.untyped_storage().data_ptr() for codes, _ in made]
+    buffers = len(dict.fromkeys(places))
+    assert buffers == {1: len(rows), 60: 3, 100: 3, 119: 3, 10**6: 1}[limit]
+    if limit > 1:
+        assert all(len(set(places[layer : layer + 6])) == 1 for layer in range(0, len(rows), 6))
+
+
 def test_siblings_that_share_a_scale_are_left_to_their_next_use(device):
     a, b = layers(TENSOR, device, torch.float32)[2:4]
     with torch.no_grad():
@@ -236,7 +281,7 @@ def test_siblings_that_share_a_scale_are_left_to_their_next_use(device):
 def test_an_export_lays_out_no_operands():
     model = learner(INT8, torch.device("cpu"))
     list(export_weights(model, INT8, export_dtype=DTYPE))
-    aligned = [module for module in model.modules() if isinstance(module, AlignedLinear)]
+    aligned = aligned_layers(model)
     assert aligned
     assert not [layer for layer in aligned if "operands" in vars(layer._quantized())]
 

@@ -13,6 +13,7 @@ from lqrl.modeling.attention import KVHook
 from lqrl.modeling.backbone import hidden_states, pack
 from lqrl.modeling.head import head_kernels, output_head
 from lqrl.modeling.precision import cast_parameters
+from lqrl.quant.linear import quantize_stale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +68,7 @@ class Scorer(nn.Module):
         The hidden state of token ``t - 1`` predicts token ``t``; the last token of a row predicts nothing.
         ``layers_only``: for what `kv` sees, without the output head; all log-probs are 0.
         """
+        quantize_stale(self.policy)
         packed = pack(input_ids, attention_mask, self.kv, self.exact)
         hidden = hidden_states(self.policy, packed)
         if layers_only:

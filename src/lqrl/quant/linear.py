@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lqrl.quant.carried import take
@@ -298,6 +299,21 @@ def codes_of(layers: Sequence[AlignedLinear]) -> list[Quantized]:
         quantize_layers(layers)
         return [layer._quantized() for layer in layers]
     return fresh
+
+
+def quantize_stale(model: nn.Module) -> None:
+    """`quantize_layers` of all aligned layers of ``model`` if the first one's codes are stale, as after a step.
+
+    Their forward would do it a few layers at a time, which takes the host longer than the GPU. Sharded weights are left
+    to it: each is whole in its own layer's forward alone.
+    """
+    layers = (module for module in model.modules() if isinstance(module, AlignedLinear))
+    first = next(layers, None)
+    if first is None or (first._held.codes is not None and first._held.codes.key == first._key()):
+        return
+    stale = [first, *layers]
+    if not any(isinstance(layer.weight, DTensor) for layer in stale):
+        quantize_layers(stale)
 
 
 class QuantizedLinear(CodeModule):

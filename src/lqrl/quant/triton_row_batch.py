@@ -129,17 +129,30 @@ def quantize_many(
 
 
 def _storage(weights: list[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Room for codes and scales of matrices of one width, in buffers of at most `_BUFFER` codes or one matrix."""
+    """Room for codes and scales of matrices of one width, in buffers of at most `_BUFFER` codes or one matrix.
+
+    A model's layers repeat, and what repeats is not parted: matrices that are multiplied as one lie in one buffer.
+    """
     width, device, batches, room = weights[0].shape[1], weights[0].device, [], 0
-    for weight in weights:
-        if not batches or room < weight.numel():
+    sizes = [len(weight) for weight in weights]
+    together = _period(sizes)
+    if sum(sizes[:together]) * width > _BUFFER:
+        together = 1
+    for place in range(0, len(sizes), together):
+        some = sizes[place : place + together]
+        if not batches or room < sum(some) * width:
             batches.append([])
             room = _BUFFER
-        batches[-1].append(len(weight))
-        room -= weight.numel()
+        batches[-1] += some
+        room -= sum(some) * width
     made: list[tuple[Tensor, Tensor]] = []
-    for sizes in batches:
-        codes = torch.empty(sum(sizes), width, dtype=dtype, device=device)
-        scale = torch.empty(sum(sizes), 1, dtype=torch.float32, device=device)
-        made += zip(codes.split(sizes), scale.split(sizes), strict=True)
+    for batch in batches:
+        codes = torch.empty(sum(batch), width, dtype=dtype, device=device)
+        scale = torch.empty(sum(batch), 1, dtype=torch.float32, device=device)
+        made += zip(codes.split(batch), scale.split(batch), strict=True)
     return made
+
+
+def _period(sizes: Sequence[int]) -> int:
+    """The least number of ``sizes``, at least 1, that the others repeat."""
+    return next((n for n in range(1, len(sizes)) if sizes[n:] == sizes[:-n]), max(1, len(sizes)))
