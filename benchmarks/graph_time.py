@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lqrl.quant.hopper_gemm import early_products
+
 
 def graph_time(runs: Sequence[Callable[[], object]], replays: int) -> float:
-    """Microseconds of one of ``runs``, which are captured one after the other: the median of ``replays``.
+    """Microseconds of one of ``runs``, captured one after the other as the engine's step is: the median of ``replays``.
 
     Runs should use memory of their own, more than the L2 cache together, where that is what the real step does.
     """
     runs[0]()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # `torch.cuda.graph` would collect garbage each time
+    with torch.cuda.stream(torch.cuda.Stream()), early_products():  # `torch.cuda.graph` would collect garbage each time
         graph.capture_begin()
         kept = [run() for run in runs]
         graph.capture_end()

@@ -129,9 +129,9 @@ def test_the_floor_counts_every_weight_and_cached_token_once(monkeypatch):
 
 
 def test_the_rollout_benchmark_prints_and_keeps_its_rows(rollout, monkeypatch, capsys, tmp_path):
-    options = ["--model", "tiny", "--device", "cpu", "--batch", "2", "4", "--prompt", "6", "--tokens", "12", "12"]
+    options = ["--model", "tiny", "--device", "cpu", "--batch", "2", "4", "--prompt", "6", "--tokens", "24", "24"]
     options += ["--engines", "torch", "transformers", "--formats", "none", "int4_w4a16", "--kv", "none"]
-    monkeypatch.setattr(sys, "argv", ["rollout.py", *options, "--group", "2", "--rows", str(tmp_path / "rows.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *options, "--group", "2", "--repeats", "3", "--rows", str(tmp_path / "rows.jsonl")])
     rollout.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| t")]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lqrl.quant import exact, fp8_gemm, hopper_gemm, hopper_source, kernels
+from lqrl.quant.cuda_driver import OutOfDeviceMemory
 from lqrl.quant.hopper_cuts import MOST_ROWS, cut_for, microseconds
 from lqrl.quant.hopper_source import Cut, Kind
 
@@ -149,7 +150,7 @@ def test_in_a_graph_it_waits_for_what_makes_its_input(kind: Kind) -> None:
     assert cut is not None
     hopper_gemm.linear(x, w, cut, *scales)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), hopper_gemm.early_products():
         outs = []
         for _ in range(4):
             moving.copy_(torch.zeros_like(x))
@@ -162,6 +163,39 @@ def test_in_a_graph_it_waits_for_what_makes_its_input(kind: Kind) -> None:
         torch.cuda.synchronize()
         for out in outs:
             assert torch.equal(out, hopper_gemm.linear(source, w, cut, *scales))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_others_may_write_a_weight_right_before_its_product() -> None:
+    device = hopper()
+    x, w, *_ = operands("bf16", 64, 4096, 4096, device)
+    held, spread = torch.zeros_like(w), torch.empty(2**26, device=device)
+    cut = hopper_gemm.cut_of(x, held)
+    assert cut is not None
+    hopper_gemm.linear(x, held, cut)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        spread.fill_(1.0)
+        held.copy_(w)
+        out = hopper_gemm.linear(x, held, cut)
+    for _ in range(5):
+        held.zero_()
+        graph.replay()
+        assert torch.equal(out, hopper_gemm.linear(x, w, cut))
+
+
+@pytest.mark.gpu
+def test_a_lack_of_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = hopper()
+
+    def full(*_: object) -> int:
+        raise OutOfDeviceMemory("no room for a module")
+
+    hopper_gemm._obstacle.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper_gemm, "_function", full)
+        assert not hopper_gemm.serves(device)
+    assert hopper_gemm.serves(device)
 
 
 @pytest.mark.gpu

@@ -88,6 +88,21 @@ def test_a_layer_with_a_say_is_called() -> None:
     layers[0].register_forward_hook(lambda *_: seen.append(1))
     products(torch.randn(3, 64), layers)
     assert len(seen) == 1
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        products(torch.randn(3, 64), aligned("int8_w8a8"))
+    finally:
+        handle.remove()
+    assert len(seen) == 1 + len(layers)
+
+
+def test_no_tokens_give_no_rows() -> None:
+    x = torch.randn(2, 0, 64, requires_grad=True)
+    layers = aligned("int8_w8a8")
+    outs = products(x, layers)
+    assert [out.shape for out in outs] == [(2, 0, layer.out_features) for layer in layers]
+    torch.cat(outs, -1).sum().backward()
+    assert x.grad is not None
 
 
 def test_codes_are_taken_as_often_as_they_are_read() -> None:

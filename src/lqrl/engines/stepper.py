@@ -12,6 +12,7 @@ from torch import Tensor
 from lqrl.engines.decoder import Decoder
 from lqrl.engines.sampling import Sampled, has_draw_kernel, sample, sample_exact
 from lqrl.engines.slots import DecodeContext, SlotCache
+from lqrl.quant.hopper_gemm import early_products
 from lqrl.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Stepper:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool), early_products():
                 self._free_step()
         except RuntimeError as error:
             raise RuntimeError(

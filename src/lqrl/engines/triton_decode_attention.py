@@ -157,8 +157,7 @@ def _decode(
     k_ptr += row * k_slot + head * k_head
     v_ptr += row * v_slot + head * v_head
     scale_at = row * scale_slot + head * scale_head
-    # Rows of no head weigh every key by exactly 0: products of zeros take less power, which binds large batches.
-    largest = tl.where(group < GROUP, tl.full((BG,), float("-inf"), tl.float32), 1e30)
+    largest = tl.full((BG,), float("-inf"), tl.float32)
     totals = tl.zeros((BG, BN), tl.float32)  # added up after the loop: a sum over keys waits for all warps
     acc, odd = tl.zeros((BG, BDV // EACH), tl.float32), tl.zeros((BG, BDV // EACH), tl.float32)
     for block in range(first, end, BN):

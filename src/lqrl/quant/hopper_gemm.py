@@ -11,14 +11,16 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lqrl.quant.cuda_driver import CudaDriver, DriverError
+from lqrl.quant.cuda_driver import CudaDriver, DriverError, OutOfDeviceMemory
 from lqrl.quant.hopper_cuts import MOST_ROWS, cut_for
 from lqrl.quant.hopper_source import STEP_BYTES, CompilerMissing, Cut, Kind, machine_code
 from lqrl.quant.triton_use import tiles
@@ -57,6 +59,7 @@ class _Driver(CudaDriver):
 
     signatures: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
+        "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
         "cuCtxSetCurrent": (ctypes.c_void_p,),
         "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
         "cuModuleLoadData": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p),
@@ -76,10 +79,12 @@ class _Driver(CudaDriver):
     otherwise: ClassVar[str] = f"set {VARIABLE}=0 for the libraries' products"
 
     def enter(self, device: int) -> None:
-        """Give a thread that has no context yet the primary one of ``device``, torch's."""
-        context = ctypes.c_void_p()
+        """Give a thread that has no context yet, or another device's, the primary one of ``device``, torch's."""
+        context, current = ctypes.c_void_p(), ctypes.c_int(-1)
         self._call("cuCtxGetCurrent", ctypes.byref(context))
-        if context.value is None:
+        if context.value is not None:
+            self._call("cuCtxGetDevice", ctypes.byref(current))
+        if current.value != device:
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self._call("cuCtxSetCurrent", context)
 
@@ -111,15 +116,31 @@ class _Driver(CudaDriver):
     ) -> None:
         """Start a kernel on torch's stream.
 
-        In a CUDA graph it may begin while the kernel ahead of it ends, whose results it waits for, and reads weights
-        before that: nothing writes those between two kernels of a graph.
+        In a graph captured in `early_products` it may begin while the kernel ahead of it ends, whose results it waits
+        for, and reads weights before that.
         """
         attribute = _Attribute(_OVERLAP)
-        attribute.value[1] = int(torch.cuda.is_current_stream_capturing())
+        attribute.value[1] = int(_early.get() and torch.cuda.is_current_stream_capturing())
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch((*grid, 1), (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         self._call("cuLaunchKernelEx", ctypes.byref(launch), function, pointers, None)
+
+
+_early: ContextVar[bool] = ContextVar("early", default=False)
+
+
+@contextmanager
+def early_products() -> Iterator[None]:
+    """Products captured in here read their weights while the kernel ahead of them in the graph still runs.
+
+    For graphs in which no kernel writes a weight right before the product that reads it.
+    """
+    token = _early.set(True)
+    try:
+        yield
+    finally:
+        _early.reset(token)
 
 
 @functools.cache
@@ -151,9 +172,20 @@ def _weight_map(address: int, rows: int, row_bytes: int, box_rows: int, element:
     return _driver().tensor_map(address, rows, row_bytes, box_rows, element)
 
 
-@functools.cache
 def obstacle(index: int | None) -> str | None:
-    """Why the kernel is not used on the CUDA device of this index, in words; ``None`` if it is."""
+    """Why the kernel is not used on the CUDA device of this index, in words; ``None`` if it is.
+
+    The answer is found once, but for a lack of memory, which may pass.
+    """
+    try:
+        return _obstacle(index)
+    except OutOfDeviceMemory as error:
+        log.warning("a product of a few rows runs on the libraries' kernels, slower: %s", error)
+        return str(error)
+
+
+@functools.cache
+def _obstacle(index: int | None) -> str | None:
     if os.environ.get(VARIABLE) == "0":
         log.info("%s=0: products of a few rows run on the libraries' kernels", VARIABLE)
         return f"{VARIABLE}=0"
@@ -164,6 +196,8 @@ def obstacle(index: int | None) -> str | None:
             device = torch.cuda.current_device()
             _driver().enter(device)
             _function("bf16", Cut(1, 32, 1, 2), False, device)
+    except OutOfDeviceMemory:
+        raise  # an exception is not cached
     except (CompilerMissing, DriverError) as error:
         log.warning("products of a few rows run on the libraries' kernels, slower: %s", error)
         return str(error)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lqrl.quant.carried import take
 from lqrl.quant.linear import AlignedLinear, Quantized, codes_of
@@ -22,8 +23,10 @@ from lqrl.quant.rows import quantize_fp8_token, quantize_int8_token
 def shared_codes(layers: Sequence[nn.Module], device: torch.device) -> TokenCodes | None:
     """The codes of tokens on ``device`` that all ``layers`` take in `products`; ``None`` where a layer has a say.
 
-    That is any layer but a plain aligned one, layers of several kinds, hooks, and autocast.
+    That is any layer but a plain aligned one, layers of several kinds, hooks, those of all modules too, and autocast.
     """
+    if _has_any_global_hook():
+        return None
     kind = None
     for layer in layers:
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
@@ -42,7 +45,7 @@ def products(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     Aligned layers of a format that quantizes tokens share the codes of ``x``: those that it carries, or new ones.
     """
     kind = shared_codes(layers, x.device)
-    if kind is None:
+    if kind is None or not x.numel():
         return [layer(x) for layer in layers]
     coded = take(x, kind, len(layers))
     if coded is None:
