@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from side_by_side import Timer, card
+from side_by_side import Timer, card, measured_device
 from torch import nn
 
 from lqrl.quant import QuantScheme
@@ -83,13 +83,13 @@ def total(measured: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="small layers, for a rehearsal without a GPU")
     args = parser.parse_args()
-    timer = Timer(torch.device(args.device), args.repeats)
+    timer = Timer(measured_device(args.device), args.repeats)
     print(f"{card(timer.device)}; ms of bf16, then ratios to it: fwd+bwd (fwd)")
     print(f"| {'layer, tokens':18} | {'bf16 ms':20} | " + " | ".join(f"{f:>15}" for f in args.formats) + " |")
     print("|---|---|" + "---|" * len(args.formats))

@@ -14,7 +14,7 @@ import functools
 import torch
 from decode_attention import COLD_BYTES, timed
 from rows import Table
-from side_by_side import bandwidth, card
+from side_by_side import bandwidth, card, measured_device
 
 from lqrl.engines.layers import Rotation
 from lqrl.engines.slots import SlotCache
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    device = torch.device("cuda")
+    device = measured_device()
     print(f"{card(device)}, a copy moves {bandwidth(device) / 1e12:.2f} TB/s")
     table = Table("cache", "tokens", "tiles", "us", "TB/s")
     for name in args.caches:

@@ -17,7 +17,7 @@ import statistics
 
 import torch
 from rows import Table
-from side_by_side import bandwidth, card
+from side_by_side import bandwidth, card, measured_device
 
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.triton_decode_attention import Tile, attend, tile_of
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--splits", nargs="*", type=int, default=[1, 2, 4, 8], help="beside the usual number")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    device = torch.device("cuda")
+    device = measured_device()
     print(f"{card(device)}, a copy moves {bandwidth(device) / 1e12:.2f} TB/s")
     table = Table("cache", "batch", "way", "us", "TB/s", "note")
     for name in args.caches:

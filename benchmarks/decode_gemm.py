@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from decode_tiles import EXACT, FORMATS, PROMISE_BITS, WITH_LIBRARY, candidates
 from graph_time import graph_time
-from side_by_side import bandwidth, card
+from side_by_side import bandwidth, card, measured_device
 from torch import Tensor
 
 from lqrl.quant import kernels, triton_exact_gemm, triton_fp8, triton_int8, triton_scaled, triton_weight_only
@@ -274,7 +274,7 @@ def report(kind: str, layer: Layer, plain: float, speed: float, args: argparse.N
 
 def measure(args: argparse.Namespace, until: float) -> dict[str, dict[tuple[int, int], list[list[Timed]]]]:
     """Candidates of every format, by M and N; what the time does not suffice for is left out."""
-    device = torch.device(args.device)
+    device = measured_device(args.device)
     speed = bandwidth(device)
     print(f"{card(device)}; copy {speed / 1e12:.2f} TB/s; us a product, '=': the reference's bits", flush=True)
     found: dict[str, dict[tuple[int, int], list[list[Timed]]]] = {kind: {} for kind in args.formats}

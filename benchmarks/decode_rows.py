@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from graph_time import graph_time
-from side_by_side import bandwidth, card
+from side_by_side import bandwidth, card, measured_device
 from torch import Tensor
 
 from lqrl.engines import triton_draw
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = measured_device(args.device)
     speed = bandwidth(device)
     print(f"{card(device)}; copy {speed / 1e12:.2f} TB/s; us")
     for m in args.rows:

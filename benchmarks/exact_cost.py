@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from side_by_side import Timer, card
+from side_by_side import Timer, card, measured_device
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config
@@ -188,11 +188,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="sequences that the learner scores together")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     args = parser.parse_args()
     logging.disable_progress_bar()
-    config, timer = config_of(args), Timer(torch.device(args.device), args.repeats)
+    config, timer = config_of(args), Timer(measured_device(args.device), args.repeats)
     model = "tiny" if args.tiny else args.model
     print(f"{model}, {config.num_hidden_layers} layers, {args.dtype}, {card(timer.device)}")
     print(f"{'':16} {'':5} {'equal log-probs':>20} {'inexact':>8} {'decode':>9} {'inexact':>9} {'ratio':>6} ", end="")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from decode_gemm import COLD_BYTES, MODELS, WRONG, Layer
 from graph_time import graph_time
-from side_by_side import card
+from side_by_side import card, measured_device
 from torch import Tensor
 
 from lqrl.quant import hopper_gemm, triton_fp8, triton_int8
@@ -113,9 +113,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--rows-file", type=Path)
     args = parser.parse_args()
-    print(card(torch.device("cuda")))
+    device = measured_device()
+    reason = hopper_gemm.obstacle(device.index)
+    if reason is not None:
+        raise SystemExit(f"{torch.cuda.get_device_name()} does not run this kernel: {reason}")
+    print(card(device))
     compile_all(args)
-    device = torch.device("cuda")
     for m, kind, model in itertools.product(args.rows, args.formats, args.models):
         for name, (k, n) in MODELS[model].items():
             copies = max(2, -(-COLD_BYTES // (n * k * (2 if kind == "bf16" else 1))))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from side_by_side import Timer, card
+from side_by_side import Timer, card, measured_device
 
 from lqrl.quant import kernels, rows, triton_fp8, triton_int8
 from lqrl.quant import numerics as q
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--show", type=int, default=5, help="candidates a line")
     args = parser.parse_args()
-    timer = Timer(torch.device(args.device), args.repeats)
+    timer = Timer(measured_device(args.device), args.repeats)
     print(f"{card(timer.device)}; us, median of {args.repeats}, L2 flushed")
     for kind in args.kinds:
         for m in args.rows:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from side_by_side import Timer, bandwidth, card
+from side_by_side import Timer, bandwidth, card, measured_device
 from torch import nn
 
 from lqrl.engines.digest import tensor_digest
@@ -154,13 +154,13 @@ def check_digest(device: torch.device) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--formats", nargs="+", default=["fp8_per_channel", "int8_w8a8"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="small layers, for a rehearsal without a GPU")
     args = parser.parse_args()
-    timer = Timer(torch.device(args.device), args.repeats)
+    timer = Timer(measured_device(args.device), args.repeats)
     check_digest(timer.device)
     rate = bandwidth(timer.device)
     print(f"{card(timer.device)}; copy {rate / 1e12:.2f} TB/s; {args.layers} layers; ms")

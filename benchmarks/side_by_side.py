@@ -81,6 +81,17 @@ def bandwidth(device: torch.device, size: int = 2**30) -> float:
     return 2 * size / elapsed * 1e3
 
 
+def measured_device(name: str = "cuda") -> torch.device:
+    """The device to measure on, or the end of the program with what is missing."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"this measures a GPU, and torch {torch.__version__} sees none here; a script that has --device and "
+            "--tiny can be rehearsed with --device cpu --tiny"
+        )
+    return device
+
+
 def card(device: torch.device) -> str:
     """What the numbers were taken on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

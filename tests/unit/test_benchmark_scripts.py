@@ -35,6 +35,15 @@ def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
     assert all(any(line.startswith(row) for line in printed.splitlines()) for row in wanted), printed
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("script", ["refresh", "hopper_gemm", "decode_gemm", "cache_write", "decode_attention"])
+def test_what_measures_a_gpu_says_that_there_is_none(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    with pytest.raises(SystemExit, match="measures a GPU, and torch .* sees none"):
+        runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
+
+
 def test_prefills_are_timed_and_their_products_counted(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     argv = ["prefill.py", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prompt", "8", "--tokens", "8", "64"]
@@ -131,7 +140,8 @@ def test_the_floor_counts_every_weight_and_cached_token_once(monkeypatch):
 def test_the_rollout_benchmark_prints_and_keeps_its_rows(rollout, monkeypatch, capsys, tmp_path):
     options = ["--model", "tiny", "--device", "cpu", "--batch", "2", "4", "--prompt", "6", "--tokens", "24", "24"]
     options += ["--engines", "torch", "transformers", "--formats", "none", "int4_w4a16", "--kv", "none"]
-    monkeypatch.setattr(sys, "argv", ["rollout.py", *options, "--group", "2", "--repeats", "3", "--rows", str(tmp_path / "rows.jsonl")])
+    options += ["--group", "2", "--repeats", "3", "--rows", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *options])
     rollout.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| t")]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
