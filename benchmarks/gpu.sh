@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU's tests and every table of docs/ that was measured on one, each part under a time limit of its own, into a folder.
+# The GPU's tests and the tables of docs/ that were measured on one, each part under a time limit of its own, into a folder.
 #
 #   benchmarks/gpu.sh FOLDER [PART...]
 #
@@ -12,7 +12,8 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(mkdir -p "$1" && cd "$1" && pwd)"
 shift
-ALL="tests memory_tests exact refresh cost decode gemm rollout learner memory iteration vllm_tests vllm_refresh vllm_transport mismatch"
+ALL="tests memory_tests exact refresh cost decode gemm aligned rollout sizes learner compile memory iteration vllm_tests vllm_refresh
+vllm_transport parity mismatch"
 parts="${*:-$ALL}"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -56,14 +57,30 @@ for name in $parts; do
         part cache_write 40 python3 benchmarks/cache_write.py
         part prefill 90 python3 benchmarks/prefill.py --kernels 12
         part decode_rows 40 python3 benchmarks/decode_rows.py
+        part rollout_steps 90 python3 benchmarks/rollout_steps.py
         ;;
     gemm)
         part decode_gemm 200 python3 benchmarks/decode_gemm.py --seconds 190
         part hopper_gemm 100 python3 benchmarks/hopper_gemm.py --models 0.6B 8B 32B --rows 8 32 64 128 256
         ;;
+    aligned) part aligned_linear 120 python3 benchmarks/aligned_linear.py ;;
     rollout)
-        part rollout 420 python3 benchmarks/rollout.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 400 \
-            --rows "$out/rollout.jsonl"
+        # The fastest of two calls; a start of vLLM takes up to 140 s.
+        for pair in "none none" "fp8_per_channel fp8_static" "int8_w8a8 none"; do
+            part "rollout_${pair%% *}" 290 python3 benchmarks/rollout.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --repeats 2 \
+                --engines vllm torch --formats "${pair%% *}" --kv "${pair##* }" --batch 8 64 256 --limit 250 --budget 280 \
+                --rows "$out/rollout.jsonl"
+        done
+        ;;
+    sizes)
+        part rollout_small 200 python3 benchmarks/rollout.py --engines torch --model 0.6B --formats none fp8_per_channel int8_w8a8 \
+            --kv none fp8_static fp8 --batch 64 256 --budget 190 --rows "$out/rollout.jsonl"
+        part rollout_large 300 python3 benchmarks/rollout.py --engines torch --model 32B --formats none fp8_per_channel int8_w8a8 \
+            --kv none fp8_static --batch 8 64 --budget 290 --rows "$out/rollout.jsonl"
+        ;;
+    compile)
+        part compile 400 python3 benchmarks/learner.py --models 0.6B --learners none fp8_per_channel int8_w8a8 \
+            --budget-tokens 32768 --compile --limit 120 --budget 390 --rows "$out/learner.jsonl"
         ;;
     learner) part learner 300 python3 benchmarks/learner.py --budget 280 --rows "$out/learner.jsonl" ;;
     memory_tests)
@@ -77,8 +94,10 @@ for name in $parts; do
         part memory 320 python3 benchmarks/memory.py --repeats 2 --limit 110 --budget 300 --rows "$out/memory.jsonl"
         ;;
     iteration)
-        part iteration 440 python3 benchmarks/iteration.py ${TRL_PATH:+--trl-path "$TRL_PATH"} --budget 420 \
-            --rows "$out/iteration.jsonl"
+        # Alone on its card: vLLM refuses to start where others give memory back meanwhile.
+        part iteration 560 python3 benchmarks/iteration.py ${TRL_PATH:+--trl-path "$TRL_PATH"} \
+            ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --learners ${VLLM_PATH:+trl-vllm} none fp8_per_channel+kv_fp8_static trl \
+            --token-budget 32768 --master bfloat16 --limit 350 --budget 550 --rows "$out/iteration.jsonl"
         ;;
     vllm_tests)
         # Side by side: engines of tiny models, most of whose time is the start.
@@ -97,8 +116,11 @@ for name in $parts; do
         part vllm_transport 560 python3 benchmarks/vllm_transport.py ${VLLM_PATH:+--vllm-path "$VLLM_PATH"} --budget 540 \
             --rows "$out/vllm_transport.jsonl"
         ;;
+    parity) PYTHONPATH="$PYTHONPATH${VLLM_PATH:+:$VLLM_PATH}" part parity 200 python3 benchmarks/vllm_parity.py ;;
     mismatch)
         vllm=(${VLLM_PATH:+--vllm-path "$VLLM_PATH"})
+        [[ -z "${MODEL_PATH:-}" ]] || part mismatch 120 python3 benchmarks/mismatch.py --model "$MODEL_PATH" --device cuda \
+            --dtype float32,bfloat16 --prompts 8 --samples 4 --tokens 48 --ignore-eos
         [[ -z "${MODEL_PATH:-}" ]] || part mismatch_smollm2 250 python3 benchmarks/vllm_mismatch.py "${vllm[@]}" --budget 240 \
             --model "$MODEL_PATH" --limit 90 --rows "$out/mismatch.jsonl" --formats none int8_w8a8 fp8_per_channel \
             int4_w4a16_g32 fp8_per_tensor nvfp4_w4a16 int8_w8a16

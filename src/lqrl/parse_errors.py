@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -136,6 +138,8 @@ def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[
     more = ""
     if unknown and owner is not None:
         more = _closest(unknown["name"], list(inspect.signature(owner).parameters))
+    elif unrecognized and owner is not None:  # the name is one below those of the class
+        more = _below(unrecognized["name"].split("."), owner)
     elif unrecognized:
         more = _closest(f"--{unrecognized['name']}", options)
     elif no_attribute:
@@ -147,6 +151,16 @@ def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[
         more = f" after {', '.join(w for w, n in pairs if w.startswith('--') and '=' not in w and n.startswith('--'))}"
     lists = f"--{cause.class_option}.help {cause.class_path}" if owner is not None and cause.class_option else "--help"
     return f"{more} ({command} {lists} lists what there is)"
+
+
+def _below(path: Sequence[str], owner: type) -> str:
+    """What was probably meant by the first name of ``path`` that the class, or the class of its option, has not."""
+    names = list(inspect.signature(owner).parameters)
+    if path[0] not in names:
+        return _closest(path[0], names) or f"; {owner.__name__} has {', '.join(names)}"
+    hint = typing.get_type_hints(owner.__init__).get(path[0])
+    inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    return _below(path[1:], inner) if isinstance(inner, type) and len(path) > 1 else ""
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

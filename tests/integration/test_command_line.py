@@ -143,6 +143,11 @@ def test_the_last_lines_say_before_and_after_only_when_there_were_two_validation
         ),
         ("--model.val_samples=abc", ["model.val_samples", "int", "abc", "--model.help lqrl.learner.PolicyModule"]),
         ("--model.max_grad_nrom=1", ["'max_grad_nrom' is not accepted", "did you mean max_grad_norm?"]),
+        ("--data.init_args.train.templte=x", ["--train.templte=x", "did you mean template?"]),
+        (
+            "--data.init_args.train.init_args.limit=1",
+            ["--train.init_args.limit=1", "PromptSource has rows, prompt_field"],
+        ),
         ("--trainer.maxepochs=1", ["--trainer.maxepochs", "did you mean --trainer.max_epochs?"]),
         ("--model.loss=lqrl.algorithms.PPOLoss", ["model.loss", "no attribute 'PPOLoss'"]),
         ("--model=nowhere.Module", ["No module named 'nowhere'"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import lightning as L
 import pytest
@@ -15,7 +15,7 @@ from lqrl.engines import TorchEngine, TorchEngineFactory
 from lqrl.engines.base import EngineSpec
 from lqrl.fabric import fit as fabric_fit
 from lqrl.learner.refresh import refresh_engines
-from lqrl.learner.update import accumulate_gradients
+from lqrl.learner.update import accumulate_gradients, score
 from lqrl.modeling.arithmetic import Arithmetic, RoundedRMSNorm, WideRotary
 from lqrl.quant import HadamardRotation, Lora, UpdateAwareScaling
 from lqrl.rollouts import Refill, to_train_batch
@@ -121,6 +121,23 @@ def gradients(module, batch, token_budget):
         backward=lambda loss: loss.backward(), anchor=lambda: torch.zeros((), requires_grad=True),
     )  # fmt: skip
     return {n: p.grad.clone() for n, p in module.policy.named_parameters()}
+
+
+def test_rows_that_begin_late_are_scored_to_their_end():
+    module = built(scheme="none")
+    rollouts = rolled_out(module)
+    rows = len(rollouts.batch)
+    batch = to_train_batch(rollouts.batch, Advantages(torch.ones(rows), torch.ones(rows, dtype=torch.bool))).to(DEVICE)
+    scored = score(module.scorer.score, batch, token_budget=60)
+    room = torch.zeros_like(batch.input_ids[:, :3])
+    late = {
+        name: torch.cat([room.to(value.dtype), value], 1)
+        for name, value in vars(batch).items()
+        if isinstance(value, torch.Tensor) and value.dim() == 2
+    }
+    moved = score(module.scorer.score, replace(batch, **late), token_budget=60)
+    torch.testing.assert_close(moved[:, 3:], scored, rtol=1e-4, atol=1e-5)
+    assert float(scored[batch.loss_mask].max()) < 0
 
 
 @pytest.mark.parametrize("options", [{}, {"loss": GSPOLoss(), "correction": SequenceTIS()}], ids=["clipped", "gspo"])

@@ -40,7 +40,7 @@ def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
 def test_what_measures_a_gpu_says_that_there_is_none(script, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
-    with pytest.raises(SystemExit, match="measures a GPU, and torch .* sees none"):
+    with pytest.raises(SystemExit, match=r"measures a GPU, and torch .* sees none"):
         runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
 
 
@@ -154,6 +154,24 @@ def test_the_rollout_benchmark_prints_and_keeps_its_rows(rollout, monkeypatch, c
     assert len(lines) == len(rows)
     assert all(row["tokens_per_s"] > 0 and row["card"] == "CPU" and "torch" in row["versions"] for row in rows)
     assert "tokens_per_s_x_bf16" in rows[-1]
+
+
+def test_the_steps_of_a_rollout_are_timed_part_by_part(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    argv = ["rollout_steps.py", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prompt", "8", "--pause", "0"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--tokens", "67", "--parts", "3", "--formats", "none"])
+    rollout_steps = import_module("rollout_steps")
+    rollout_steps.main()
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if row.startswith("| none")]
+    assert [row[1] for row in rows] == [*(f"rollout, {n} of 3" for n in (1, 2, 3)), "rollout, all", "after a pause"]
+    assert all(float(row[4]) > 0 for row in rows)
+
+
+def test_a_step_takes_the_mean_of_its_runs_and_a_gap_what_lies_between(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    steps = import_module("rollout_steps").Steps(False, [(0.0, 0.8, 8), (0.9, 1.7, 8), (2.0, 2.2, 2)])
+    assert steps.share(slice(None)) == pytest.approx((100.0, 200.0))
+    assert steps.share(slice(0, 1)) == pytest.approx((100.0, 0.0))
 
 
 @pytest.fixture

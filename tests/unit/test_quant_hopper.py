@@ -184,6 +184,42 @@ def test_a_graph_of_others_may_write_a_weight_right_before_its_product() -> None
         assert torch.equal(out, hopper_gemm.linear(x, w, cut))
 
 
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, w, cut = torch.ones(4, 64).bfloat16(), torch.ones(16, 64).bfloat16(), Cut(1, 16, 1, 2)
+    for operands, reason in (
+        ((x, torch.ones(16, 128).bfloat16()), r"\[4, 64\] and \[16, 128\]"),
+        ((x, w.to(torch.int8)), "must both be bf16, e4m3 or int8"),
+        ((x.float(), w.float()), "must both be bf16, e4m3 or int8"),
+        ((x, w.t().contiguous().t()), "contiguous"),
+        ((x[:, :60].contiguous(), w[:, :60].contiguous()), "pieces of 16 bytes"),
+        ((x, w[:12]), "pieces of 16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            hopper_gemm.linear(*operands, cut)
+    codes = torch.ones(4, 64).to(torch.int8), torch.ones(16, 64).to(torch.int8)
+    with pytest.raises(ValueError, match=r"need 4 and 16 scales on cpu, bf16 none: got \[\(\[3\], 'cpu'\), None\]"):
+        hopper_gemm.linear(*codes, cut, torch.ones(3))
+    with pytest.raises(ValueError, match="bf16 none"):
+        hopper_gemm.linear(x, w, cut, torch.ones(4), torch.ones(16))
+
+
+@pytest.mark.gpu
+def test_a_cut_that_does_not_compile_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    device = hopper()
+    x, w, *_ = operands("bf16", 48, 1024, 1024, device)
+
+    def refuse(*_: object) -> bytes:
+        raise hopper_source.CompilerMissing("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper_gemm, "_code", refuse)
+        patch.setattr(hopper_gemm, "_functions", {})
+        patch.setattr(hopper_gemm, "_refused", set())
+        assert all(torch.equal(hopper_gemm.plain_linear(x, w), F.linear(x, w)) for _ in range(2))
+    assert caplog.text.count("refused") == 1
+    assert hopper_gemm.cut_of(x, w) is not None
+
+
 @pytest.mark.gpu
 def test_a_lack_of_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     device = hopper()

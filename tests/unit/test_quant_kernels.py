@@ -250,6 +250,9 @@ def test_wrong_dtypes_and_shapes_are_refused():
     packed, x = kernels.int8_pack(w), torch.randn(2, 16)
     with pytest.raises(TypeError, match="float32 or bfloat16"):
         kernels.int8_linear(x.half(), packed, scale)
+    codes, token_scale = torch.ones(2, 16, dtype=torch.int8), torch.ones(2, 1)
+    with pytest.raises(TypeError, match="float32 or bfloat16, not"):
+        kernels.int8_coded_linear(codes, token_scale, packed, scale, None, torch.float16)
     with pytest.raises(TypeError, match="weight_scale must be float32"):
         kernels.int8_linear(x, packed, scale.bfloat16())
     with pytest.raises(ValueError, match=r"\[N, 1\]"):

@@ -137,6 +137,16 @@ def test_calibration_does_not_depend_on_the_cut_into_micro_batches():
     torch.testing.assert_close(whole, cut, rtol=1e-6, atol=0)
 
 
+def test_many_tokens_are_calibrated_on_every_so_manieth_sequence():
+    policy, _ = built(QuantScheme.preset("none+kv_fp8_static"), torch.float32, torch.device("cpu"))
+    ids = torch.randint(5, 60, (8, 10), generator=torch.Generator().manual_seed(2))
+    mask, scorer = torch.ones_like(ids, dtype=torch.bool), Scorer(policy, 1.0, torch.float32)
+    some = calibrate_kv_(scorer, ids, mask, token_budget=20, most_tokens=30)  # of 80 tokens every third sequence
+    third = calibrate_kv_(scorer, ids[::3], mask[::3], token_budget=20)
+    torch.testing.assert_close(some, third, rtol=1e-6, atol=0)
+    assert not torch.allclose(some, calibrate_kv_(scorer, ids, mask, token_budget=20, most_tokens=80), rtol=1e-6)
+
+
 def test_scales_are_part_of_the_transaction_and_only_of_static_formats():
     scheme = QuantScheme.preset("none+kv_fp8_static")
     policy, engine = built(scheme, torch.float32, torch.device("cpu"))

@@ -94,11 +94,17 @@ def test_a_layer_with_a_say_is_called() -> None:
     finally:
         handle.remove()
     assert len(seen) == 1 + len(layers)
+    (layer,) = changed = aligned("int8_w8a8", (16,))
+    x, kept = torch.randn(3, 64), layer.forward
+    layer.forward = lambda x: kept(x) * 2  # as libraries do that move weights about
+    assert torch.equal(products(x, changed)[0], kept(x) * 2)
 
 
-def test_no_tokens_give_no_rows() -> None:
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_per_channel", "fp8_per_tensor", "int8_w8a16"])
+def test_no_tokens_give_no_rows(scheme: str) -> None:
     x = torch.randn(2, 0, 64, requires_grad=True)
-    layers = aligned("int8_w8a8")
+    layers = aligned(scheme)
+    assert layers[0](x).shape == (2, 0, layers[0].out_features)
     outs = products(x, layers)
     assert [out.shape for out in outs] == [(2, 0, layer.out_features) for layer in layers]
     torch.cat(outs, -1).sum().backward()

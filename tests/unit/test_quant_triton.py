@@ -64,6 +64,21 @@ def test_the_variable_turns_triton_off(monkeypatch):
     triton_use.available.cache_clear()
 
 
+@pytest.mark.parametrize(("value", "off"), [("0", True), ("1", False), ("", False), (None, False)])
+def test_kernels_are_turned_off_by_a_zero(monkeypatch, value, off):
+    for name in (triton_use.VARIABLE, "LQRL_HOPPER"):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        assert triton_use.switched_off(name) is off
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("LQRL_HOPPER", "off")
+    with pytest.raises(ValueError, match="LQRL_HOPPER=off: 0 turns these kernels off, 1 or nothing leaves them on"):
+        triton_use.switched_off("LQRL_HOPPER")
+
+
 @pytest.mark.parametrize(("length", "size", "covering"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
 def test_tiles_cover_a_length(length, size, covering):
     assert triton_use.tiles(length, size) == covering

@@ -103,7 +103,7 @@ def test_microbatches_are_as_few_and_as_even_as_sorted_rows_can_be(lengths, budg
     def filled(most):
         groups = []
         for length in sorted(lengths, reverse=True):
-            if not groups or sum(groups[-1]) + length > most:
+            if not groups or (length and sum(groups[-1]) + length > most):
                 groups.append([])
             groups[-1].append(length)
         return groups
@@ -113,6 +113,11 @@ def test_microbatches_are_as_few_and_as_even_as_sorted_rows_can_be(lengths, budg
     assert len(made) == len(filled(budget))
     least = next(most for most in range(budget + 1) if len(filled(most)) <= len(made))
     assert made == filled(least)
+
+
+def test_rows_without_tokens_are_no_micro_batch_of_their_own():
+    assert [group.tolist() for group in microbatches(torch.tensor([0, 7, 0, 3]), 5)] == [[1], [3, 0, 2]]
+    assert [group.tolist() for group in microbatches(torch.tensor([0, 7, 0]), 5)] == [[1, 0, 2]]
 
 
 def test_no_micro_batch_is_left_with_a_few_tokens():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lqrl.data.budget import RolloutBudget, UniformBudget
 from lqrl.data.prompts import PromptDataset, PromptSource
 from lqrl.data.rows import HubDataset, JsonLines, RowSource
-from lqrl.data.samplers import PromptSampler, SamplerFactory, Uniform, UniformSampler
+from lqrl.data.samplers import PromptSampler, SamplerFactory, SeededSampler, Uniform, UniformSampler
 from lqrl.data.tasks import Arithmetic, Countdown, Sort, Task
 from lqrl.data.vade import VADE, VADESampler
 
@@ -27,6 +27,7 @@ __all__ = [
     "RolloutBudget",
     "RowSource",
     "SamplerFactory",
+    "SeededSampler",
     "Sort",
     "Task",
     "Uniform",

@@ -31,7 +31,9 @@ def _few_rows(name: str, device: torch.device) -> Row:
     if reason is not None:
         dot = dotted(torch.cuda.get_device_capability(device))
         detail = f"{reason}, and this is {dot}" if "capability" in reason else reason
-        return Row(name, "missing", f"{detail}: Triton's and the libraries' products run instead")
+        off = reason.startswith(hopper_gemm.VARIABLE)
+        remedy = f"unset {hopper_gemm.VARIABLE}" if off else ""
+        return Row(name, "missing", f"{detail}: Triton's and the libraries' products run instead", remedy)
     for kind in _DTYPES:
         check(kind, device)
     return Row(name, "ok", "compiled by NVRTC, agrees with float64")
@@ -57,3 +59,7 @@ def check(kind: Kind, device: torch.device) -> None:
     if kind != "bf16":
         true = true * scales[1].view(1, -1) * scales[0]
     check_near(f"the {kind} product of a few rows", got, true, _ERRORS[kind])
+    if kind == "bf16":
+        gated = hopper_gemm.linear(x, weight, cut, gated=True)
+        gate, up = (part.bfloat16().double() for part in true.split(_OUTPUTS // 2, 1))
+        check_near("the product of a gate", gated, torch.nn.functional.silu(gate) * up, 2 * _ERRORS[kind])

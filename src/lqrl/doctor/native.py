@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -19,9 +20,10 @@ COMPILER = "a C compiler on PATH (apt-get install gcc)"
 def native_section() -> Section:
     """The compiler and what it makes."""
     remedy = "a C compiler that works; LQRL_TRACEBACK=1 lqrl doctor shows its output"
+    chosen = f"unset {kernels.BACKEND_VARIABLE}" if kernels.BACKEND_VARIABLE in os.environ else ""
     rows = (
         attempt("compiler", _compiler),
-        attempt("int8 linear", _int8, remedy=remedy),
+        attempt("int8 linear", _int8, remedy=chosen or remedy),
         attempt("exact mode", _exact, remedy=remedy),
     )
     return Section("C kernels", rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -38,7 +37,7 @@ def triton_section() -> Section:
 
 
 def _triton(name: str) -> Row:
-    if os.environ.get(triton_use.VARIABLE) == "0":
+    if triton_use.switched_off(triton_use.VARIABLE):
         return Row(name, "missing", f"{triton_use.VARIABLE}=0", f"unset {triton_use.VARIABLE}")
     if importlib.util.find_spec(name) is None:
         return Row(name, "missing", "not installed: GPUs run eager torch code", "pip install triton")

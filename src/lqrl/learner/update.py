@@ -169,7 +169,8 @@ def parts_of(batch: TrainBatch, token_budget: int) -> list[Callable[[], Part]]:
     lengths = masks.sum(1)
 
     def make(rows: Tensor) -> Part:
-        index, width = on_device(rows, device), max(1, int(lengths[rows.numpy()].max()))
+        index, used = on_device(rows, device), masks[rows.numpy()].any(0).nonzero()[0]
+        width = int(used[-1]) + 1 if len(used) else 1
         part = batch.rows(index)
         cut = {
             name: value[:, :width]  # no row uses the columns behind

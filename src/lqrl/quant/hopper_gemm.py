@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor
 from lqrl.quant.cuda_driver import CudaDriver, DriverError, OutOfDeviceMemory
 from lqrl.quant.hopper_cuts import MOST_ROWS, cut_for
 from lqrl.quant.hopper_source import STEP_BYTES, CompilerMissing, Cut, Kind, machine_code
-from lqrl.quant.triton_use import tiles
+from lqrl.quant.triton_use import switched_off, tiles
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +149,7 @@ def _driver() -> _Driver:
 
 _lock = threading.Lock()
 _functions: dict[tuple[Kind, Cut, bool, int], int] = {}
+_refused: set[tuple[Kind, Cut, bool, int]] = set()
 
 
 def _function(kind: Kind, cut: Cut, gated: bool, device: int) -> int:
@@ -159,6 +159,23 @@ def _function(kind: Kind, cut: Cut, gated: bool, device: int) -> int:
             if key not in _functions:
                 _functions[key] = _driver().function(_code(kind, cut, gated), cut.shared_bytes)
     return _functions[key]
+
+
+def _loads(kind: Kind, cut: Cut, gated: bool, device: int) -> bool:
+    """Whether the kernel of this cut compiles and loads; a product whose does not is left to the libraries."""
+    key = (kind, cut, gated, device)
+    if key in _functions or key in _refused:
+        return key in _functions
+    try:
+        with torch.cuda.device(device):
+            _driver().enter(device)
+            _function(*key)
+    except (CompilerMissing, DriverError) as error:
+        log.warning("products of %s by %s run on the libraries' kernels, slower: %s", kind, cut, error)
+        if not isinstance(error, OutOfDeviceMemory):  # which may pass
+            _refused.add(key)
+        return False
+    return True
 
 
 @functools.cache
@@ -186,7 +203,7 @@ def obstacle(index: int | None) -> str | None:
 
 @functools.cache
 def _obstacle(index: int | None) -> str | None:
-    if os.environ.get(VARIABLE) == "0":
+    if switched_off(VARIABLE):
         log.info("%s=0: products of a few rows run on the libraries' kernels", VARIABLE)
         return f"{VARIABLE}=0"
     if torch.version.cuda is None or torch.cuda.get_device_capability(index) != CAPABILITY:
@@ -209,19 +226,31 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" and obstacle(device.index) is None
 
 
-def cut_of(x: Tensor, weight: Tensor) -> Cut | None:
+def _misfit(x: Tensor, weight: Tensor) -> str | None:
+    """Why the kernel does not multiply these operands."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return f"operands must be [M, K] and [N, K], not {list(x.shape)} and {list(weight.shape)}"
+    if x.dtype != weight.dtype or x.dtype not in _KINDS:
+        return f"operands must both be bf16, e4m3 or int8, not {x.dtype} and {weight.dtype}"
+    if x.device != weight.device:
+        return f"operands must be on one device, not {x.device} and {weight.device}"
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        return "operands must be contiguous"
+    if len(weight) % 8 or x.shape[1] * x.itemsize % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
+        return f"rows of {x.shape[1]} inputs and {len(weight)} outputs, and both operands, must be pieces of 16 bytes"
+    return None
+
+
+def cut_of(x: Tensor, weight: Tensor, *, gated: bool = False) -> Cut | None:
     """The cut for ``[M, K]`` times ``[N, K]``; ``None`` where a library is faster, or the kernel does not fit.
 
     It takes few rows, both operands contiguous and of a dtype of its own, and whole pieces of 16 bytes.
     """
-    if x.dim() != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or x.dtype not in _KINDS:
+    if len(x) > MOST_ROWS or not serves(x.device) or _misfit(x, weight) is not None:
         return None
-    if x.device != weight.device or not serves(x.device) or not (x.is_contiguous() and weight.is_contiguous()):
-        return None
-    (m, k), (n, depth) = x.shape, weight.shape
-    if depth != k or n % 8 or k * x.itemsize % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
-        return None
-    return cut_for(_KINDS[x.dtype], m, n, k)
+    kind = _KINDS[x.dtype]
+    cut = cut_for(kind, len(x), len(weight), x.shape[1])
+    return cut if cut is not None and _loads(kind, cut, gated, x.get_device()) else None
 
 
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -237,7 +266,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     """
     if not x.is_cuda or len(x) <= _UNGATED_ROWS or x.dtype != torch.bfloat16 or len(weight) % 16:
         return None
-    cut = cut_of(x, weight)
+    cut = cut_of(x, weight, gated=True)
     return None if cut is None else linear(x, weight, cut, gated=True)
 
 
@@ -267,17 +296,12 @@ def linear(
         gated: see above.
 
     Raises:
-        ValueError: when a split of the cut would have no inputs, scales are missing or too many, or N does not fit.
+        ValueError: when the operands are not these, a split of the cut would have no inputs, scales are missing or too
+            many, or N does not fit.
     """
-    (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
-    if tiles(k * x.itemsize, STEP_BYTES) < cut.splits:
-        raise ValueError(f"{k} inputs of {x.dtype} are too few for {cut.splits} splits of {STEP_BYTES} bytes")
     scales = (token_scale, weight_scale)
-    for scale, count in zip(scales, (m, n), strict=True):
-        if (scale is None) != (kind == "bf16") or (scale is not None and scale.numel() != count):
-            raise ValueError(f"codes need {m} and {n} scales in fp32, bf16 none: got {scales}")
-    if n % (16 if gated else 8):
-        raise ValueError(f"{n} outputs are not whole pieces of 16 bytes")
+    _check(x, weight, cut, scales, gated)
+    (m, k), n, kind = x.shape, len(weight), _KINDS[x.dtype]
     out = torch.empty(m, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
     if not m:
         return out
@@ -298,3 +322,20 @@ def linear(
         grid = (tiles(out.shape[1], side_by_side) * cut.splits, tiles(m, cut.rows))
         _driver().launch(function, grid, 128 * (cut.groups + 1), cut.shared_bytes, arguments)
     return out
+
+
+def _check(x: Tensor, weight: Tensor, cut: Cut, scales: tuple[Tensor | None, Tensor | None], gated: bool) -> None:
+    reason = _misfit(x, weight)
+    if reason is not None:
+        raise ValueError(reason)
+    (m, k), n = x.shape, len(weight)
+    if tiles(k * x.itemsize, STEP_BYTES) < cut.splits:
+        raise ValueError(f"{k} inputs of {x.dtype} are too few for {cut.splits} splits of {STEP_BYTES} bytes")
+    for scale, count in zip(scales, (m, n), strict=True):
+        if scale is None and x.dtype == torch.bfloat16:
+            continue
+        if scale is None or x.dtype == torch.bfloat16 or scale.numel() != count or scale.device != x.device:
+            got = [None if each is None else (list(each.shape), str(each.device)) for each in scales]
+            raise ValueError(f"codes need {m} and {n} scales on {x.device}, bf16 none: got {got}")
+    if gated and n % 16:
+        raise ValueError(f"{n} outputs of a gate and what it multiplies are not whole pieces of 16 bytes")

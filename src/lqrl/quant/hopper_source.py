@@ -134,7 +134,7 @@ def machine_code(kind: Kind, cut: Cut, gated: bool = False, options: tuple[str, 
     def ask(name: str, *arguments: object) -> list[object]:
         try:
             code, *values = getattr(nvrtc, name)(*arguments)
-        except (RuntimeError, OSError) as error:  # the library, which is found at the first call
+        except (RuntimeError, OSError, AttributeError) as error:  # the library is found at the first call
             raise CompilerMissing(f"NVRTC is missing ({error}): pip install nvidia-cuda-nvrtc") from error
         if int(code):
             raise CompilerMissing(f"NVRTC: {name}: {code.name}; {said() if name == 'nvrtcCompileProgram' else ''}")

@@ -353,8 +353,13 @@ def int8_coded_linear(
         token_scale: fp32 [M, 1].
         packed, weight_scale, bias: as for `int8_linear`.
         dtype: fp32 or bf16.
+
+    Raises:
+        TypeError: for another ``dtype``, or codes that are not int8.
     """
     _check_codes(codes)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"int8_coded_linear gives float32 or bfloat16, not {dtype}: cast the input")
     return _backend(codes.device).coded_linear(codes, token_scale, packed, weight_scale, bias, dtype)
 
 

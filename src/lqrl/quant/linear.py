@@ -102,7 +102,7 @@ class _StraightThrough(torch.autograd.Function):
         if coded is None:
             return quantized.method.linear(x, quantized.operands, shipped)
         y = quantized.method.coded_linear(coded, quantized.operands, shipped, x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -23,14 +23,15 @@ from lqrl.quant.rows import quantize_fp8_token, quantize_int8_token
 def shared_codes(layers: Sequence[nn.Module], device: torch.device) -> TokenCodes | None:
     """The codes of tokens on ``device`` that all ``layers`` take in `products`; ``None`` where a layer has a say.
 
-    That is any layer but a plain aligned one, layers of several kinds, hooks, those of all modules too, and autocast.
+    That is any layer but a plain aligned one, layers of several kinds, hooks, those of all modules too, a ``forward``
+    of a layer's own, and autocast.
     """
     if _has_any_global_hook():
         return None
     kind = None
     for layer in layers:
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-        if type(layer) is not AlignedLinear or any(hooks):
+        if type(layer) is not AlignedLinear or any(hooks) or "forward" in vars(layer):
             return None
         own = layer.method.token_codes
         if own is None or kind not in (None, own):
@@ -45,7 +46,7 @@ def products(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     Aligned layers of a format that quantizes tokens share the codes of ``x``: those that it carries, or new ones.
     """
     kind = shared_codes(layers, x.device)
-    if kind is None or not x.numel():
+    if kind is None:
         return [layer(x) for layer in layers]
     coded = take(x, kind, len(layers))
     if coded is None:
@@ -78,10 +79,12 @@ def _joined(codes: Sequence[Quantized]) -> Operands | None:
     """`_side_by_side`, found once: what is found keeps the memory, so no other tensor comes to lie at its addresses."""
     places = tuple(operand.data_ptr() for made in codes for operand in made.operands)
     found = codes[0].joined
-    if places not in found:
-        found.clear()  # others' codes that are no more
-        found[places] = _side_by_side([made.operands for made in codes])
-    return found[places]
+    if places in found:
+        return found[places]
+    joined = _side_by_side([made.operands for made in codes])
+    found.clear()  # others' codes that are no more
+    found[places] = joined
+    return joined
 
 
 def _side_by_side(operands: Sequence[Operands]) -> Operands | None:
@@ -121,7 +124,7 @@ class _SharedInput(torch.autograd.Function):
         ctx.used = [
             made if layer.backward_mode == "dequantized" else None for layer, made in zip(layers, codes, strict=True)
         ]
-        return tuple(y.view(*x.shape[:-1], -1) for y in _forward(x, coded, layers, codes))
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in _forward(x, coded, layers, codes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

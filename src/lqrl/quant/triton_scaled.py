@@ -105,8 +105,9 @@ def _launch(
         options: the device, and warps and stages of a program.
         aligned: every pointer is a multiple of 16; others are left to Triton.
     """
-    # The height alone is not compiled in; the types of tensors follow from the constants but for the scales', fp32.
-    key = (options, fixed, arguments[2], arguments[3], arguments[-1])
+    # The height alone is not compiled in; the types of tensors follow from the constants, but for the result's and the
+    # scales', fp32.
+    key = (options, fixed, arguments[2], arguments[3], arguments[4].dtype, arguments[-1])
     kernel = _compiled.get(key) if aligned else None
     if kernel is not None:
         kernel[grid](*arguments, *fixed)

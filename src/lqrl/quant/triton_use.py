@@ -18,13 +18,25 @@ TENSOR_CORES_INT8 = (8, 0)
 TENSOR_CORES_FP8 = (8, 9)
 
 
+def switched_off(variable: str) -> bool:
+    """Whether an environment variable turns its kernels off.
+
+    Raises:
+        ValueError: when it is set to anything but 0 and 1.
+    """
+    value = os.environ.get(variable) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable}={value}: 0 turns these kernels off, 1 or nothing leaves them on")
+    return value == "0"
+
+
 @functools.cache
 def available() -> bool:
     """Whether Triton can work here and ``LQRL_TRITON`` is not 0; the answer is logged once.
 
     Triton compiles its launchers with the host's C compiler.
     """
-    if os.environ.get(VARIABLE) == "0":
+    if switched_off(VARIABLE):
         log.info("%s=0: low-bit kernels run as eager torch operations", VARIABLE)
         return False
     try:

@@ -126,12 +126,12 @@ def microbatches(lengths: Tensor, token_budget: int) -> list[Tensor]:
 def _stops(ends: Sequence[int], most: int) -> list[int]:
     """Where groups of rows end that are filled one after the other, to ``most`` tokens or with one longer row.
 
-    ``ends``: tokens of all rows up to and with each.
+    Rows without tokens follow any. ``ends``: tokens of all rows up to and with each.
     """
     stops: list[int] = []
     start = before = 0
     while start < len(ends):
-        start = max(bisect_right(ends, before + most, start), start + 1)
+        start = bisect_right(ends, max(before + most, ends[start]), start)
         before = ends[start - 1]
         stops.append(start)
     return stops

@@ -139,4 +139,4 @@ def finished(y: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """Rows ``y`` ``[M, N]`` plus ``bias``, in the dtype and the leading shape of the input ``x`` ``[..., K]``."""
     y = y.to(x.dtype)
     y = y if bias is None else y + bias.to(x.dtype)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])
