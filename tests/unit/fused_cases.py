@@ -279,6 +279,24 @@ def check_exact_engines(device: torch.device) -> None:
         assert compared(case, exact_prompts(3, 9, 56), params, rows=4) == (3 * 2 * 3, 0), (name, scheme)
 
 
+def check_round_trips(device: torch.device) -> None:
+    """What a cache gives back, in one pass, has the bits of quantizing and dequantizing, whatever lies where."""
+    from lqrl.quant.triton_kv import round_trip
+
+    shapes = [(3, 5, 20), (1, 70, 64)] if device.type == "cpu" else [(8, 3000, 128), (2, 777, 80), (1, 5, 256)]
+    for method in METHODS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            for heads, tokens, width in shapes:
+                x = product_of(device, (heads, heads, width, width), tokens, dtype)[0].view(tokens, heads, width)
+                for laid in (x.transpose(0, 1)[None], x[:, :, None], x.contiguous()[1:, :1], x[:0]):
+                    scale = torch.tensor([0.0061], device=device)  # some values saturate
+                    got, wanted = round_trip(laid, method, scale), method.quantize(laid, scale).values(dtype)
+                    same(got, wanted, (method, dtype, laid.shape))
+                    assert got.shape == laid.shape
+                whole = x.contiguous().transpose(0, 1)[None]
+                assert round_trip(whole, method, scale).stride() == whole.stride()
+
+
 def check_what_is_refused(device: torch.device) -> None:
     """Norms of another kind, and kernels whose result is another one."""
     from lqrl.engines import fused_decoder
@@ -302,6 +320,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
         check_splits,
         check_engines,
         check_exact_engines,
+        check_round_trips,
         check_what_is_refused,
     )
 }

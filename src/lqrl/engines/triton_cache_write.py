@@ -25,15 +25,13 @@ from torch import Tensor
 
 from lqrl.engines.layers import Rotation
 from lqrl.quant.kv import KVCacheMethod
-from lqrl.quant.numerics.kv import KV_SCALE_FLOOR
-from lqrl.quant.triton_casts import EMULATED, to_bf16, to_e4m3, to_integer
+from lqrl.quant.triton_casts import EMULATED, to_bf16
 from lqrl.quant.triton_exact_rows import WARPS, aligned, norm_factor
+from lqrl.quant.triton_kv import LAYER, PLAIN, codes_of, kind_of, row_scales
 from lqrl.quant.triton_use import power_of_two, tiles
 
 _FEW_TOKENS = 1024  # so many do not fill a GPU with programs of several tiles
 _MOST_TIMES = 4  # tiles of a program, which hold the registers of a thread
-_PLAIN, _INT8, _FP8, _LAYER = (tl.constexpr(kind) for kind in range(4))  # codes: none, a scale a token, one a layer
-_FLOOR = tl.constexpr(KV_SCALE_FLOOR)
 
 
 @triton.jit
@@ -142,37 +140,14 @@ def _turned(
 
 
 @triton.jit
-def _magnitude(x):
-    """Bits of the largest magnitude of each row, which are ordered as the numbers are, NaN above inf."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-
-@triton.jit
 def _scales(x, scale_ptr, place, exists, KIND: tl.constexpr):
     """The scale of each row, NaN where an element is NaN or inf: made and kept for a token, read for a layer."""
-    if KIND == _LAYER:
+    if KIND == LAYER:
         return tl.zeros(place.shape, tl.float32) + tl.load(scale_ptr)
     else:
-        magnitude = _magnitude(x)
-        amax = magnitude.to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.math.div_rn(amax, 127.0 if KIND == _INT8 else 448.0), _FLOOR)
-        scale = tl.where(magnitude >= 0x7F800000, float("nan"), scale)
+        scale = row_scales(x, KIND)
         tl.store(scale_ptr + place, scale, mask=exists)
         return scale
-
-
-@triton.jit
-def _codes(x, scale, KIND: tl.constexpr):
-    """Codes of fp32 ``x``; ``scale`` has one element for each row."""
-    if KIND == _INT8:
-        codes = to_integer(x * tl.math.div_rn(1.0, scale)[:, None])
-        return tl.where((scale == scale)[:, None], codes, 0).to(tl.int8)
-    elif KIND == _FP8:
-        codes = to_e4m3(x * tl.math.div_rn(1.0, scale)[:, None])
-        return tl.where((scale == scale)[:, None], codes, 0x7F).to(tl.uint8)
-    else:
-        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-        return tl.where(finite, to_e4m3(tl.math.div_rn(x, scale[:, None])), 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -195,7 +170,7 @@ def _store(
     column = tl.arange(0, BLOCK)
     mask = exists[:, None] & (column < WIDTH)[None, :]
     pointers = pointers[:, None] + column[None, :]
-    if KIND == _PLAIN:
+    if KIND == PLAIN:
         tl.store(pointers, x, mask=mask)
     else:
         # Codes go in pieces as long as those of ``x`` are read in: the compiler gives neighbors to a thread by the
@@ -203,7 +178,7 @@ def _store(
         most: tl.constexpr = 128 // x.dtype.primitive_bitwidth
         pointers = tl.multiple_of(pointers, (1, most if WIDTH % most == 0 else 1))
         wide = x.to(tl.float32)
-        tl.store(pointers, _codes(wide, _scales(wide, scale_ptr, place, exists, KIND), KIND), mask=mask)
+        tl.store(pointers, codes_of(wide, _scales(wide, scale_ptr, place, exists, KIND), KIND), mask=mask)
 
 
 @triton.jit
@@ -231,7 +206,7 @@ def _store_queries(
         own = head + index * BH
         x, y = held[index]
         x = _turned(x, y, *tables, eps, D, weight_ptr is not None, BF16)
-        _store(x, out_ptr + own * D, None, own, own < HEADS, D, _PLAIN, BD)
+        _store(x, out_ptr + own * D, None, own, own < HEADS, D, PLAIN, BD)
 
 
 @triton.jit(do_not_specialize=["scale_slot", "scale_head"])
@@ -269,15 +244,6 @@ def _rotate_and_store(
         _store(k, keys, key_scale_ptr, place, exists, D, KIND, BD)
         values = value_ptr + slot * value_slot + position * DV + at * value_head
         _store(v, values, value_scale_ptr, place, exists, DV, KIND, BDV)
-
-
-def _kind_of(method: KVCacheMethod | None) -> int:
-    """Which codes the kernels make."""
-    if method is None:
-        return _PLAIN.value
-    if not method.per_token:
-        return _LAYER.value
-    return _INT8.value if method.code_dtype == torch.int8 else _FP8.value
 
 
 def _neighbors(width: int, itemsize: int) -> int:
@@ -352,7 +318,7 @@ def rotate_and_store(
             out, keys, values, key_scale, value_scale,
             *keys.stride()[:2], *values.stride()[:2], *scale_strides,
             Q_ROW=q.stride(0), K_ROW=k.stride(0), HEADS=heads, KV_HEADS=kv_heads, D=width, DV=value_width,
-            KIND=_kind_of(method), BF16=q.dtype == torch.bfloat16, BH=rows, TIMES=times, BD=power_of_two(width),
+            KIND=kind_of(method), BF16=q.dtype == torch.bfloat16, BH=rows, TIMES=times, BD=power_of_two(width),
             BDV=power_of_two(value_width), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -19,6 +19,7 @@ from lqrl.quant.numerics import (
     quantize_kv_int8_token_head,
 )
 from lqrl.quant.scheme import QuantScheme, TensorFormat
+from lqrl.quant.triton_use import TENSOR_CORES_FP8, TENSOR_CORES_INT8, use_triton
 
 SCALE_NAMES = ("k_scale", "v_scale")
 """Buffers of an attention module that hold its calibrated scales, under the names vLLM reads."""
@@ -57,6 +58,12 @@ class KVCacheMethod(ABC):
 
     def round_trip(self, x: Tensor, scale: Tensor) -> Tensor:
         """``x`` as it is read back from the cache, in its dtype."""
+        capability = TENSOR_CORES_INT8 if self.code_dtype == torch.int8 else TENSOR_CORES_FP8
+        fits = x.dtype in (torch.float32, torch.bfloat16) and (self.per_token or scale.numel() == 1)
+        if fits and use_triton(x, capability):
+            from lqrl.quant import triton_kv
+
+            return triton_kv.round_trip(x, self, scale)
         return self.quantize(x, scale).values(x.dtype)
 
 
