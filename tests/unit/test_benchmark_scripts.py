@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import needs_triton
 from transformers import AutoModelForCausalLM
 
 from lqrl.quant import QuantScheme
@@ -36,7 +37,10 @@ def test_a_benchmark_prints_its_rows(script, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("script", ["refresh", "hopper_gemm", "decode_gemm", "cache_write", "decode_attention"])
+@pytest.mark.parametrize(
+    "script",
+    ["refresh", *(pytest.param(name, marks=needs_triton) for name in ("hopper_gemm", "decode_gemm", "cache_write"))],
+)
 def test_what_measures_a_gpu_says_that_there_is_none(script, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
