@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Span = tuple[float, float, str]
 
@@ -28,9 +29,15 @@ def kernel_lines(run: Callable[[], object], most: int, what: str, each: int = 1)
     for event in events[:most]:
         share = event.self_device_time_total
         lines.append(f"  {share / each:8.1f} us {event.count / each:7.1f} x  {share / total:4.0%}  {event.key[:100]}")
-    on_gpu = (e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
+    on_gpu = (e for e in profile.events() or () if _is_kernel(e))
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in on_gpu]
     return lines + wait_lines(spans, each)
+
+
+def _is_kernel(event: Any) -> bool:
+    import torch
+
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
 
 
 def wait_lines(spans: Sequence[Span], each: int = 1, most: int = 6) -> list[str]:

@@ -18,6 +18,7 @@ costs its rows. transformers has no formats: its rows are those of bf16. A vLLM 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,9 @@ def measure_case(case: Row) -> None:
     started = time.perf_counter()
     call = BUILDERS[setting.engine](setting)
     shared["start_s"] = time.perf_counter() - started
-    shared["bandwidth"] = max(rate, bandwidth(device))  # the first copies may run beside the end of another child
+    with contextlib.suppress(torch.OutOfMemoryError):  # vLLM may have left too little
+        rate = max(rate, bandwidth(device))  # the first copies may run beside the end of another child
+    shared["bandwidth"] = rate
     for batch, new in batches:
         try:
             row = measure(call, setting, batch, new, prompt, group, repeats)

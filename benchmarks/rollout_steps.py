@@ -99,7 +99,8 @@ class Clock:
         self._process: subprocess.Popen[str] | None = None
         if self._active:
             with contextlib.suppress(OSError):
-                query = [*_QUERY, "-i", str(torch.cuda.current_device())]
+                # Its own numbers of cards are not torch's where CUDA_VISIBLE_DEVICES is set.
+                query = [*_QUERY, "-i", f"GPU-{torch.cuda.get_device_properties().uuid}"]
                 self._process = subprocess.Popen(query, stdout=self._log, stderr=subprocess.DEVNULL, text=True)
         return self
 

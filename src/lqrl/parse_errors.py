@@ -158,7 +158,10 @@ def _below(path: Sequence[str], owner: type) -> str:
     names = list(inspect.signature(owner).parameters)
     if path[0] not in names:
         return _closest(path[0], names) or f"; {owner.__name__} has {', '.join(names)}"
-    hint = typing.get_type_hints(owner.__init__).get(path[0])
+    try:
+        hint = typing.get_type_hints(owner.__init__).get(path[0])
+    except (NameError, AttributeError, TypeError):  # names that are imported for type checkers alone
+        hint = None
     inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     return _below(path[1:], inner) if isinstance(inner, type) and len(path) > 1 else ""
 

@@ -268,6 +268,17 @@ def test_what_repeats_from_layer_to_layer_lies_in_one_buffer(monkeypatch, limit)
         assert all(len(set(places[layer : layer + 6])) == 1 for layer in range(0, len(rows), 6))
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("rows", "period"),
+    [([4, 1, 1, 8, 8] * 36, 5), ([4, 1, 1, 8, 8] * 36 + [151], 5), ([4, 1, 1, 8, 8], 5), ([3] * 7, 1), ([3], 1)],
+)
+def test_what_repeats_is_found_beside_an_output_head(rows, period):
+    from lqrl.quant import triton_row_batch
+
+    assert triton_row_batch._period(rows) == period
+
+
 def test_siblings_that_share_a_scale_are_left_to_their_next_use(device):
     a, b = layers(TENSOR, device, torch.float32)[2:4]
     with torch.no_grad():

@@ -268,8 +268,11 @@ class PrefillContext(PackedContext, SlotContext):
         counts = np.array(lengths)
         ends = counts.cumsum()
         starts, none = ends - counts, np.zeros_like(counts)
-        places = np.stack([np.arange(ends[-1]) - starts.repeat(counts), np.repeat(slots, counts)])
-        self.position_ids, self._slots = on_device(torch.from_numpy(places), cache.device)
+        tokens = ends[-1]
+        # Even rows: for one that begins at an odd place kernels are compiled anew.
+        places = np.zeros((2, tokens + tokens % 2), np.int64)
+        places[:, :tokens] = np.arange(tokens) - starts.repeat(counts), np.repeat(slots, counts)
+        self.position_ids, self._slots = on_device(torch.from_numpy(places), cache.device)[:, :tokens]
         whole = [starts, counts, slots, none]
         last = [np.arange(len(counts)), none + 1, slots, counts - 1]
         tables = on_device(torch.from_numpy(np.stack([*whole, *last, ends - 1])), cache.device)

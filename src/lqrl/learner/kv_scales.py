@@ -22,7 +22,7 @@ CALIBRATION_PROMPTS = 32
 
 
 CALIBRATION_TOKENS = 131_072
-"""Tokens of an iteration that a rank's scales are taken from; of more, whole sequences at equal distances."""
+"""About as many tokens of an iteration as a rank's scales are taken from; of more, sequences at equal distances."""
 
 
 @torch.no_grad()

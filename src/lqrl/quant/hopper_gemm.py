@@ -161,17 +161,22 @@ def _function(kind: Kind, cut: Cut, gated: bool, device: int) -> int:
     return _functions[key]
 
 
+@functools.cache
+def _say_once(warning: str) -> None:
+    log.warning("%s", warning)
+
+
 def _loads(kind: Kind, cut: Cut, gated: bool, device: int) -> bool:
     """Whether the kernel of this cut compiles and loads; a product whose does not is left to the libraries."""
     key = (kind, cut, gated, device)
-    if key in _functions or key in _refused:
-        return key in _functions
+    if key in _functions or key in _refused or torch.cuda.is_current_stream_capturing():
+        return key in _functions  # nothing is loaded in a capture: a step runs once before
     try:
         with torch.cuda.device(device):
             _driver().enter(device)
             _function(*key)
     except (CompilerMissing, DriverError) as error:
-        log.warning("products of %s by %s run on the libraries' kernels, slower: %s", kind, cut, error)
+        _say_once(f"products of {kind} by {cut} run on the libraries' kernels, slower: {error}")
         if not isinstance(error, OutOfDeviceMemory):  # which may pass
             _refused.add(key)
         return False
@@ -197,7 +202,7 @@ def obstacle(index: int | None) -> str | None:
     try:
         return _obstacle(index)
     except OutOfDeviceMemory as error:
-        log.warning("a product of a few rows runs on the libraries' kernels, slower: %s", error)
+        _say_once(f"products of a few rows run on the libraries' kernels, slower, until there is memory: {error}")
         return str(error)
 
 

@@ -82,20 +82,20 @@ def round_trip(x: Tensor, method: KVCacheMethod, scale: Tensor) -> Tensor:
     Args:
         x: ``[..., D]`` fp32 or bf16.
         method: of the cache.
-        scale: fp32, of one element, for a method whose layers have one.
+        scale: of one element, for a method whose layers have one; others do not look at it.
     """
     # In the order in which heads lie: models hand out transposed views.
     order = sorted(range(x.dim() - 1), key=lambda dim: -x.stride(dim))
     back = [order.index(dim) for dim in range(x.dim() - 1)]
     flat = x.permute(*order, -1).contiguous()
-    out, width = torch.empty_like(flat), x.shape[-1]
+    out, width, kind = torch.empty_like(flat), x.shape[-1], kind_of(method)
     if flat.numel():
         rows, block = flat.numel() // width, power_of_two(width)
         together = max(1, _ELEMENTS // block)
         with torch.cuda.device_of(x):
             _round_trip[(tiles(rows, together),)](
-                flat, out, scale.float().contiguous(), rows,
-                WIDTH=width, KIND=kind_of(method), BF16=x.dtype == torch.bfloat16, BR=together, BLOCK=block,
+                flat, out, scale.to(x.device, torch.float32).contiguous() if kind == LAYER.value else None, rows,
+                WIDTH=width, KIND=kind, BF16=x.dtype == torch.bfloat16, BR=together, BLOCK=block,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return out.permute(*back, -1)

@@ -154,5 +154,9 @@ def _storage(weights: list[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Te
 
 
 def _period(sizes: Sequence[int]) -> int:
-    """The least number of ``sizes``, at least 1, that the others repeat."""
-    return next((n for n in range(1, len(sizes)) if sizes[n:] == sizes[:-n]), max(1, len(sizes)))
+    """The least number of ``sizes``, at least 1, that the others repeat; the last may be another: an output head."""
+    for some in (sizes, sizes[:-1]):
+        found = next((n for n in range(1, len(some)) if some[n:] == some[:-n]), len(some))
+        if 0 < 2 * found <= len(some):
+            return found
+    return max(1, len(sizes))

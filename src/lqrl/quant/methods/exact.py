@@ -109,7 +109,8 @@ class ExactPacked(ExactValues):
         weight, rows = self.base.packed(operands), x.reshape(-1, x.shape[-1])
         if x.dtype != torch.bfloat16 or len(rows) > triton_exact_gemm.PACKED_ROWS:
             return exact.linear(x, triton_weight_only.dequantize(weight, torch.bfloat16), bias, dtype)
-        return triton_exact_gemm.packed_linear(rows, weight, bias, dtype).view(*x.shape[:-1], -1)
+        y = triton_exact_gemm.packed_linear(rows, weight, bias, dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class ExactFp8(_Exact):
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the tokens, multiply, scale, add the bias in the dtype of ``x``."""
         coded = Coded(*self.base.quantize_input(x.reshape(-1, x.shape[-1])))
-        return self.coded_linear(coded, operands, bias, x.dtype).view(*x.shape[:-1], -1)
+        y = self.coded_linear(coded, operands, bias, x.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @property
     def token_codes(self) -> TokenCodes | None:

@@ -83,7 +83,8 @@ class PackedWeightOnly(WeightOnly):
         weight, rows = self.packed(operands), x.reshape(-1, x.shape[-1])
         if x.dtype != torch.bfloat16 or len(rows) > triton_weight_only.FUSED_ROWS[weight.format]:
             return super().linear(x, (triton_weight_only.dequantize(weight, torch.bfloat16),), bias)
-        return triton_weight_only.linear(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
+        y = triton_weight_only.linear(rows, weight, bias, x.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def logits(self, x: Tensor, operands: Operands) -> Tensor:
         """The head on the weight's values in the compute dtype."""
