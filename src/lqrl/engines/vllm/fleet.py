@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
@@ -23,6 +21,7 @@ from lqrl.engines.vllm.parts import ReadersEnded
 from lqrl.engines.vllm.peer import BRIEF_S, AnswerError, PeerLost, PeerRefusal
 from lqrl.engines.vllm.replica import Loaded, Replica
 from lqrl.engines.vllm.transfer import Route, under_way
+from lqrl.engines.vllm.weight_folder import weight_folder
 
 log = logging.getLogger(__name__)
 
@@ -248,10 +247,11 @@ class Fleet:
         readers = sum(replica.workers for replica in serving)
         patience_s = max((replica.peer.patience.timeout_s for replica in serving), default=0)
         try:
-            with tempfile.TemporaryDirectory(prefix="lqrl-weights-", dir=route.directory) as name:
-                directory = Path(name)
-                with under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send:
-                    loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
+            with (
+                weight_folder(route.directory) as directory,
+                under_way(weights, directory, route, readers=readers, patience_s=patience_s) as send,
+            ):
+                loaded = self._all("refresh", lambda replica: replica.load(directory, probe), send)
         except (OSError, SafetensorError) as error:
             raise RefreshError(f"the weights cannot be written to files ({error}); set transfer_directory") from error
         digests = {each.digest for each in loaded}
