@@ -46,7 +46,7 @@ def test_what_stays_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as where a file is held open on some systems
     with weight_folder(tmp_path, patience_s=0.05) as folder:
         pass
-    assert f"{folder}, which holds weights, was not removed in 0.1 s: remove it by hand" in caplog.text
+    assert f"{folder}, which holds weights, could not be removed in 0.1 s: remove it by hand" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
