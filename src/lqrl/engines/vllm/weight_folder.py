@@ -17,6 +17,11 @@ PATIENCE_S = 2.0
 _PAUSE_S = 0.02
 
 
+def _stays(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder.exists()
+
+
 @contextmanager
 def weight_folder(parent: Path | str | None, patience_s: float = PATIENCE_S) -> Iterator[Path]:
     """A new folder in ``parent``, removed at the end with all that is in it.
@@ -32,10 +37,8 @@ def weight_folder(parent: Path | str | None, patience_s: float = PATIENCE_S) -> 
         yield folder
     finally:
         until = time.monotonic() + patience_s
-        shutil.rmtree(folder, ignore_errors=True)
-        while folder.exists() and time.monotonic() < until:
+        while _stays(folder) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
-            shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             log.warning(
                 "%s, which holds weights, could not be removed in %.1f s: remove it by hand", folder, patience_s

@@ -134,8 +134,7 @@ class ExactFp8(_Exact):
     def linear(self, x: Tensor, operands: Operands, bias: Tensor | None) -> Tensor:
         """Quantize the tokens, multiply, scale, add the bias in the dtype of ``x``."""
         coded = Coded(*self.base.quantize_input(x.reshape(-1, x.shape[-1])))
-        y = self.coded_linear(coded, operands, bias, x.dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return finished(self.coded_linear(coded, operands, bias, x.dtype), None, x)
 
     @property
     def token_codes(self) -> TokenCodes | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lqrl.algorithms.logprobs import head_logits
-from lqrl.quant.methods.base import LinearMethod, Operands, written
+from lqrl.quant.methods.base import LinearMethod, Operands, finished, written
 from lqrl.quant.numerics import (
     dequantize,
     dequantize_int4_group,
@@ -83,8 +83,7 @@ class PackedWeightOnly(WeightOnly):
         weight, rows = self.packed(operands), x.reshape(-1, x.shape[-1])
         if x.dtype != torch.bfloat16 or len(rows) > triton_weight_only.FUSED_ROWS[weight.format]:
             return super().linear(x, (triton_weight_only.dequantize(weight, torch.bfloat16),), bias)
-        y = triton_weight_only.linear(rows, weight, bias, x.dtype)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return finished(triton_weight_only.linear(rows, weight, bias, x.dtype), None, x)
 
     def logits(self, x: Tensor, operands: Operands) -> Tensor:
         """The head on the weight's values in the compute dtype."""
