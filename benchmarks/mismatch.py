@@ -89,7 +89,7 @@ def sample(
         calibrate_kv_(Scorer(policy, 1.0, dtype), ids, mask.to(device), token_budget=8192)
     limit = policy.config.max_position_embeddings
     spec = EngineSpec(policy.config, scheme, dtype, device, limit, (tokenizer.eos_token_id,), exact=args.exact)
-    engine = TorchEngineFactory(max_num_seqs=64)(spec)
+    engine = TorchEngineFactory(max_num_seqs=64, fused=not args.unfused)(spec)
     engine.update_weights(export_weights(policy, scheme, export_dtype=dtype), policy_version=0)
     params = SamplingParams(n=args.samples, max_tokens=args.tokens, ignore_eos=args.ignore_eos)
     groups = engine.generate(prompts, params, seed=0)
@@ -145,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="asset:countdown_policy")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exact", action="store_true", help="engine and aligned learner in exact mode")
+    parser.add_argument("--unfused", action="store_true", help="the engine's layers run the learner's kernels")
     parser.add_argument("--transform", default="none", choices=list(TRANSFORMS), help="folded in before all else")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
