@@ -12,13 +12,20 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    MptConfig,
+    NemotronConfig,
+    OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from lqrl.modeling.backbone import hidden_states, load_model, output_weight, pack
@@ -105,6 +112,8 @@ def test_the_callers_config_is_not_changed() -> None:
         (Gemma2Config(**SIZES, head_dim=8), "final_logit_softcapping=30.0"),
         (GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None), "s_aux"),
         (FalconConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "falcon: this"),
+        (NemotronConfig(**SIZES, head_dim=8), "NemotronForCausalLM: .*it keeps attention_context from .*use a decoder"),
+        (MptConfig(vocab_size=48, d_model=32, n_heads=4, n_layers=2), "MptForCausalLM: .*use a decoder"),
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "1 of 2 layers"),
     ],
     ids=lambda x: x.model_type if isinstance(x, PretrainedConfig) else "",
@@ -114,10 +123,42 @@ def test_architectures_that_cannot_be_packed_are_refused(config: PretrainedConfi
         load_model(config, dtype=torch.float32, seed=0)
 
 
-def test_dropout_in_training_is_refused() -> None:
-    model = load_model(LlamaConfig(**SIZES, attention_dropout=0.1), dtype=torch.float32, seed=0).train()
-    with pytest.raises(NotImplementedError, match="attention_dropout"):
-        hidden_states(model, pack(*batch()))
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(**SIZES, attention_dropout=0.1), r"set config.attention_dropout=0.1 to 0$"),
+        (
+            Phi3Config(**SIZES, resid_pdrop=0.2, embd_pdrop=0.1),
+            r"resid_attn_dropout and 3 more.*config.resid_pdrop=0.2",
+        ),
+        (
+            GPTNeoXConfig(**SIZES, hidden_dropout=0.1),
+            r"emb_dropout and .*set config.hidden_dropout=0.1 to 0$",
+        ),
+        (Starcoder2Config(**SIZES, residual_dropout=0.1), "set config.residual_dropout=0.1 to 0"),  # no module drops
+        (MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.1), "config.router_jitter_noise=0.1 to 0"),
+    ],
+    ids=lambda x: x.model_type if isinstance(x, PretrainedConfig) else "",
+)
+def test_what_would_drop_at_random_in_training_is_refused(config: PretrainedConfig, message: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match=message):
+        load_model(config, dtype=torch.float32, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTNeoXConfig(**SIZES, classifier_dropout=0.1),  # of a head that a language model has not
+        OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),  # draws, and keeps all
+    ],
+    ids=lambda c: c.model_type,
+)
+def test_dropout_that_is_off_is_none(config: PretrainedConfig) -> None:
+    training = load_model(config, dtype=torch.float32, seed=0).train()
+    first, second = (hidden_states(training, pack(*batch())) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_generate_without_a_context_says_what_to_call() -> None:

@@ -88,6 +88,10 @@ def live_bias(positions: Tensor, length: int, dtype: torch.dtype, sliding_window
     return bias[:, None, None, :]
 
 
+class NoContextError(RuntimeError):
+    """A model's attention was called without a context."""
+
+
 class AttentionContext(ABC):
     """What one forward pass knows about its sequences."""
 
@@ -215,11 +219,11 @@ def lqrl_attention(
     """The attention function that transformers calls; its signature is transformers'.
 
     Raises:
-        RuntimeError: without ``attention_context``.
+        NoContextError: without ``attention_context``.
         NotImplementedError: for dropout while training, score soft-capping, attention sinks, position biases, masks.
     """
     if attention_context is None:
-        raise RuntimeError(
+        raise NoContextError(
             "a model loaded by lqrl runs on packed tokens: call modeling.backbone.hidden_states(model, pack(...)); "
             'for model.generate() load it with transformers and attn_implementation="sdpa"'
         )

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lqrl.modeling.attention import AttentionContext, KVHook, PackedContext, register_attention
+from lqrl.modeling.attention import AttentionContext, KVHook, NoContextError, PackedContext, register_attention
+from lqrl.modeling.dropout import check_dropout
 from lqrl.modeling.sources import load_pretrained
 from lqrl.quant.triton_use import on_device
 
@@ -75,7 +76,8 @@ def load_model(
 
     Raises:
         NotImplementedError: when the architecture does not send every layer's attention through the interface, changes
-            its logits after the output head, or has rotary frequencies that follow the length.
+            its logits after the output head, has rotary frequencies that follow the length, or drops at random in
+            training.
     """
     from transformers import AutoModelForCausalLM
 
@@ -116,12 +118,19 @@ def check_architecture(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise NotImplementedError(f"{architecture}: the output head must be a linear layer without bias")
-    layers, shapes = config.num_hidden_layers, attention_shapes(model)
+    try:
+        layers, shapes = config.num_hidden_layers, attention_shapes(model)
+    except (NoContextError, AttributeError, TypeError) as error:
+        reason = "it keeps attention_context from its attention" if isinstance(error, NoContextError) else str(error)
+        raise NotImplementedError(
+            f"{architecture}: its decoder does not run on packed tokens ({reason}); {_SUPPORTED}"
+        ) from error
     if sorted(shapes) != list(range(layers)):
         raise NotImplementedError(
             f"{architecture}: {len(shapes)} of {layers} layers sent their attention through transformers' "
             f"AttentionInterface, so packed tokens cannot be kept apart; {_SUPPORTED}"
         )
+    check_dropout(model, settings, lambda: _run_two_tokens(model, _Probe()))
 
 
 def _check_rope(architecture: str, rope: dict[str, object]) -> None:
@@ -136,15 +145,19 @@ def _check_rope(architecture: str, rope: dict[str, object]) -> None:
 
 def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
     """Heads and widths of each layer that calls the shared attention, found by running two tokens through ``model``."""
-    device, training, probe = output_weight(model).device, model.training, _Probe()
-    positions = torch.arange(2, device=device)[None]
+    training, probe = model.training, _Probe()
     model.eval()
     try:
-        with torch.no_grad():
-            run_decoder(model, torch.zeros_like(positions), positions, probe)
+        _run_two_tokens(model, probe)
     finally:
         model.train(training)
     return probe.shapes
+
+
+@torch.no_grad()
+def _run_two_tokens(model: PreTrainedModel, probe: _Probe) -> None:
+    positions = torch.arange(2, device=output_weight(model).device)[None]
+    run_decoder(model, torch.zeros_like(positions), positions, probe)
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, kv: KVHook | None = None, exact: bool = False) -> Packed:
