@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lqrl.engines.base import Digests, NamedTensors
 from lqrl.engines.digest import digest, tensor_digest
-from lqrl.quant.linear import invalidations
+from lqrl.quant.weight_key import weights_stamp
 
 if TYPE_CHECKING:
     from lqrl.learner.module import PolicyModule
@@ -30,15 +30,8 @@ class SentOnce:
 
 
 def frozen_stamp(policy: nn.Module) -> tuple[int, ...]:
-    """Changes with every write to a frozen parameter, and when one is frozen, thawed or replaced.
-
-    Of writes through ``parameter.data`` only those that an aligned layer's ``invalidate`` follows are seen.
-    """
-    stamp = [invalidations()]
-    for parameter in policy.parameters():
-        if not parameter.requires_grad:
-            stamp += (id(parameter), parameter.data_ptr(), parameter._version)
-    return tuple(stamp)
+    """`weights_stamp` of the frozen parameters: another, too, when one is frozen, thawed or replaced."""
+    return weights_stamp(p for p in policy.parameters() if not p.requires_grad)
 
 
 def note_frozen(weights: NamedTensors, policy: nn.Module, digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:

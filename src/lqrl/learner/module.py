@@ -75,7 +75,7 @@ class PolicyModule(L.LightningModule):
         max_grad_norm: clip gradients to this global norm; ``None`` does not.
         num_minibatches, num_epochs: an iteration has ``num_minibatches * num_epochs`` optimizer steps; a single one is
             on-policy and saves the proximal pass, as fresh rollouts in exact mode do.
-        token_budget: most real tokens of one forward and backward pass.
+        token_budget: most real tokens of one forward and backward pass, in which a longer sequence runs alone.
         lora: train adapters on a frozen base (QeRL) instead of all parameters; checkpoints hold the adapters alone.
         transforms: invariant transforms, folded once after loading, such as UAQ (QuRL) or a Hadamard rotation.
         backward: operands of the aligned layers' backward products, see `lqrl.quant.AlignedLinear`.

@@ -13,7 +13,7 @@ from lqrl.learner.kv_scales import calibrate_first
 from lqrl.learner.module import PolicyModule
 from lqrl.phases import phase
 from lqrl.quant import QuantScheme
-from lqrl.quant.linear import invalidations
+from lqrl.quant.weight_key import weights_stamp
 from lqrl.types import RefreshReport
 
 
@@ -42,7 +42,9 @@ def refresh_engines(
             "remove the stages of EngineRefresh, or set exact to false"
         )
     calibrate_first(module)
-    version, stamp, report = module.policy_version, weights_stamp(module), None
+    version, report = module.policy_version, None
+    # A loaded checkpoint or averaged weights have no version of their own.
+    stamp = weights_stamp((*module.policy.parameters(), *module.policy.buffers()))
     if module.engine.policy_version != version or module.shipped.get("rollout") != stamp:
         report = _ship_rollout(module, stages, version)
         module.shipped["rollout"] = stamp
@@ -60,18 +62,6 @@ def refresh_metrics(report: RefreshReport, scheme: QuantScheme) -> dict[str, flo
         fractions["refresh/codes_changed_fraction"] = report.codes_changed_fraction
     counted = {name: fraction for name, fraction in fractions.items() if not math.isnan(fraction)}
     return {"refresh/seconds": report.seconds, **counted}
-
-
-def weights_stamp(module: PolicyModule) -> tuple[int, ...]:
-    """Changes with every write to a parameter or buffer, and with one that takes the place of another.
-
-    A loaded checkpoint or averaged weights have no version of their own. Not with a write through ``parameter.data``
-    outside an optimizer, unless an aligned layer's ``invalidate`` follows.
-    """
-    stamp = [invalidations()]
-    for tensor in (*module.policy.parameters(), *module.policy.buffers()):
-        stamp += (id(tensor), tensor.data_ptr(), tensor._version)
-    return tuple(stamp)
 
 
 def _ship_rollout(module: PolicyModule, stages: Sequence[WeightStage], version: int) -> RefreshReport:

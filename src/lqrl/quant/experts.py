@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lqrl.quant.codes import CodeModule
-from lqrl.quant.linear import BackwardMode, Quantized, count_invalidation, straight_through, weight_key
+from lqrl.quant.linear import BackwardMode, Quantized, straight_through
 from lqrl.quant.methods import LinearMethod
 from lqrl.quant.moe import PROJECTIONS, check_layout
+from lqrl.quant.weight_key import count_invalidation, weight_key
 
 ExpertFn = Callable[[int, Tensor], Tensor]
 _AT_ONCE = 16  # experts quantized in one call: few launches, bounded memory

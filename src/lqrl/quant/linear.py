@@ -14,53 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lqrl.quant.carried import take
 from lqrl.quant.codes import CodeModule
 from lqrl.quant.low_rank import Factor, low_rank
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 from lqrl.quant.numerics import shared_amax
+from lqrl.quant.weight_key import count_invalidation, weight_key
 
 BackwardMode = Literal["high_precision", "dequantized"]
-
-_invalidations = 0
-
-
-def invalidations() -> int:
-    """How often codes were declared stale by hand; a refresh takes a change of it for a change of weights."""
-    return _invalidations
-
-
-def count_invalidation() -> None:
-    """Codes were declared stale by hand."""
-    global _invalidations
-    _invalidations += 1
-
-
-# Optimizers that write through `.data` or raw pointers do not raise a weight's version; every step counts here.
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    """Another value once ``weights`` may have changed: their versions and addresses, and the optimizer steps so far.
-
-    Steps do not count for frozen weights, whose codes are made once.
-    """
-    key, steps = [], 0
-    for weight in weights:  # no generators: an export asks this for every layer
-        key += (weight._version, weight.data_ptr())
-        if weight.requires_grad:
-            steps = _optimizer_steps
-    return (*key, steps)
 
 
 @dataclass(frozen=True)
@@ -154,14 +116,17 @@ class AlignedLinear(nn.Linear):
     (``dequantized``).
 
     The codes are computed once per optimizer step and shared by micro-batches and by the export. In-place changes
-    outside an optimizer step are noticed by the weight's version; only a write through ``weight.data`` that happens
-    outside an optimizer is not, call `invalidate` after one.
+    outside an optimizer step are noticed by the weight's version, and so is another tensor in its place; only a write
+    through ``weight.data`` or a NumPy array that happens outside an optimizer is not, call `invalidate` after one.
 
     Args:
         linear: the layer to replace; its parameters are taken over, not copied.
         method: the format's operations.
         export_dtype: dtype in which the weight is exported before it is quantized.
         backward: operands of the backward products.
+
+    Raises:
+        RuntimeError: for a weight made in inference mode, which counts no changes.
     """
 
     def __init__(
@@ -171,6 +136,8 @@ class AlignedLinear(nn.Linear):
         export_dtype: torch.dtype,
         backward: BackwardMode = "high_precision",
     ) -> None:
+        if linear.weight.is_inference():
+            raise RuntimeError("make the learner outside torch.inference_mode(), whose tensors count no changes")
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
