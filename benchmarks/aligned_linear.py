@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from options import positive, scheme_name
 from side_by_side import Timer, card, measured_device
 from torch import nn
 
@@ -84,9 +85,9 @@ def total(measured: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[4096, 16384])
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=FORMATS)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--tiny", action="store_true", help="small layers, for a rehearsal without a GPU")
     args = parser.parse_args()
     timer = Timer(measured_device(args.device), args.repeats)

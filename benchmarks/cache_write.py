@@ -13,6 +13,7 @@ import functools
 
 import torch
 from decode_attention import COLD_BYTES, timed
+from options import positive, scheme_name
 from rows import Table
 from side_by_side import bandwidth, card, measured_device
 
@@ -54,13 +55,15 @@ def measure(name: str, tokens: int, table: Table, args: argparse.Namespace) -> N
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--caches", nargs="+", default=["none", "none+kv_fp8_static", "none+kv_fp8", "none+kv_int8"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 16384])
-    parser.add_argument("--times", nargs="*", type=int, default=[1, 2, 4], help="tiles of a program")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--caches", nargs="+", type=scheme_name, default=["none", "none+kv_fp8_static", "none+kv_fp8", "none+kv_int8"]
+    )
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[256, 16384])
+    parser.add_argument("--times", nargs="*", type=positive, default=[1, 2, 4], help="tiles of a program")
+    parser.add_argument("--heads", type=positive, default=32)
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--repeats", type=positive, default=20)
     args = parser.parse_args()
     device = measured_device()
     print(f"{card(device)}, a copy moves {bandwidth(device) / 1e12:.2f} TB/s")

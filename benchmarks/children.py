@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from options import duration
+
 Row = dict[str, Any]
 _MARK = "row: "
 _TICK = 0.5  # seconds between two looks at whether a silent child still lives
@@ -51,9 +53,12 @@ def add_job_options(parser: argparse.ArgumentParser, what: str, *, limit: float,
         what: one job measures.
         limit, budget: defaults, see `run_jobs`.
     """
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--limit", type=float, default=limit, help=f"seconds for {what}")
-    parser.add_argument("--budget", type=float, default=budget, help="seconds for everything")
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"],
+        help="on a CPU that others use too, OMP_NUM_THREADS=1 keeps a tiny model's threads from waiting for each other",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=duration, default=limit, help=f"seconds for {what}")
+    parser.add_argument("--budget", type=duration, default=budget, help="seconds for everything")
     parser.add_argument("--rows", type=Path, help="a file that JSON lines are appended to")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
 
@@ -97,6 +102,11 @@ def versions(*packages: str) -> dict[str, str]:
 # ---------------------------------------------------------------- in the parent
 
 
+def _cut(reason: str) -> Row:
+    """A row that the user's time limits cost, which is no failure."""
+    return {"error": reason, "cut": True}
+
+
 class _Child:
     """A running job."""
 
@@ -138,7 +148,7 @@ class _Child:
                 if ended:
                     return {"error": f"exit code {self.process.returncode}: {self._last_words()}"}
                 if time.monotonic() >= deadline:
-                    return {"error": f"no result within the time limit; it printed last: {self._said or 'nothing'}"}
+                    return _cut(f"no result within the time limit; it printed last: {self._said or 'nothing'}")
                 continue
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
@@ -171,7 +181,7 @@ def run_jobs(jobs: Sequence[Job], *, limit: float, budget: float, ahead: bool) -
     try:
         for i, job in enumerate(jobs):
             if time.monotonic() >= end:
-                yield from (key | {"error": f"not run: {budget:.0f} s are over"} for key in job.rows)
+                yield from (key | _cut(f"not run: {budget:.0f} s are over") for key in job.rows)
                 continue
             child = waiting or _Child(job)
             waiting = _Child(jobs[i + 1]) if ahead and i + 1 < len(jobs) else None

@@ -16,6 +16,7 @@ import itertools
 import statistics
 
 import torch
+from options import positive, scheme_name
 from rows import Table
 from side_by_side import bandwidth, card, measured_device
 
@@ -119,16 +120,18 @@ def measure(name: str, batch: int, table: Table, args: argparse.Namespace) -> No
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--caches", nargs="+", default=["none", "none+kv_fp8", "none+kv_fp8_static", "none+kv_int8"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--context", type=int, default=512, help="mean length")
+    parser.add_argument(
+        "--caches", nargs="+", type=scheme_name, default=["none", "none+kv_fp8", "none+kv_fp8_static", "none+kv_int8"]
+    )
+    parser.add_argument("--batch", nargs="+", type=positive, default=[8, 64, 256])
+    parser.add_argument("--context", type=positive, default=512, help="mean length")
     parser.add_argument("--spread", type=float, default=0.25, help="lengths differ by this share of the mean")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--tiles", type=int, default=len(TILES) + 1, help="so many, from the usual one on")
-    parser.add_argument("--splits", nargs="*", type=int, default=[1, 2, 4, 8], help="beside the usual number")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--heads", type=positive, default=32)
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--tiles", type=positive, default=len(TILES) + 1, help="so many, from the usual one on")
+    parser.add_argument("--splits", nargs="*", type=positive, default=[1, 2, 4, 8], help="beside the usual number")
+    parser.add_argument("--repeats", type=positive, default=20)
     args = parser.parse_args()
     device = measured_device()
     print(f"{card(device)}, a copy moves {bandwidth(device) / 1e12:.2f} TB/s")

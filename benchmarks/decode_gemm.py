@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from decode_tiles import EXACT, FORMATS, PROMISE_BITS, WITH_LIBRARY, candidates
 from graph_time import graph_time
+from options import at_least, duration, positive
 from side_by_side import bandwidth, card, measured_device
 from torch import Tensor
 
@@ -312,12 +313,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=[*FORMATS, *EXACT])
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[8, 64, 256])
     parser.add_argument("--models", nargs="+", default=["8B"], choices=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--show", type=int, default=5, help="candidates a line")
-    parser.add_argument("--jobs", type=int, default=15, help="processes that compile; 0 for none")
-    parser.add_argument("--seconds", type=float, default=140)
+    parser.add_argument("--repeats", type=positive, default=7)
+    parser.add_argument("--show", type=at_least(0), default=5, help="candidates a line")
+    parser.add_argument("--jobs", type=at_least(0), default=15, help="processes that compile; 0 for none")
+    parser.add_argument("--seconds", type=duration, default=140)
     parser.add_argument("--any-bits", action="store_true", help="tables of the fastest tiles, whatever their sums")
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from graph_time import graph_time
+from options import positive
 from side_by_side import bandwidth, card, measured_device
 from torch import Tensor
 
@@ -77,8 +78,8 @@ def line(ways: Ways, moved: int, speed: float, replays: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--rows", type=positive, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--replays", type=positive, default=9)
     args = parser.parse_args()
     device = measured_device(args.device)
     speed = bandwidth(device)

@@ -6,7 +6,7 @@ included; the floor is the bytes that it cannot avoid reading (`Shape.step_bytes
 ``--exact`` each row has one in exact mode beside it.
 
     python benchmarks/decode_step.py --model 8B --batch 8 64 256 --kernels 12
-    python benchmarks/decode_step.py --model tiny --device cpu --batch 2 --context 8
+    OMP_NUM_THREADS=1 python benchmarks/decode_step.py --model tiny --device cpu --batch 2 --context 8
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from functools import partial
 
 import torch
 from kernel_times import kernel_lines
+from options import at_least, dtype_name, positive, scheme_name
 from rollout_engines import random_weights
 from rows import Table
 from shapes import SHAPES
-from side_by_side import bandwidth, card
+from side_by_side import bandwidth, card, measured_device
 
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.slots import SlotCache
@@ -92,7 +93,8 @@ def measure(scheme: QuantScheme, fused: bool, exact: bool, rate: float, table: T
             stepper = stepper_of(engine, batch, args.context)
             step = milliseconds(stepper, device, args.repeats)
             floor = shape.step_bytes(scheme, batch, args.context, 8 * engine.spec.dtype.itemsize) / rate * 1e3
-            table.row(*row, step, floor, floor / step, batch / step * 1e3, None)
+            floors = (floor, floor / step) if device.type == "cuda" else (None, None)  # of a CPU's caches there is none
+            table.row(*row, step, *floors, batch / step * 1e3, None)
             if args.kernels and device.type == "cuda":
                 lines = kernel_lines(partial(stepper.run, STEPS), args.kernels, "a step", STEPS)
                 print("", *lines, "", sep="\n", flush=True)
@@ -105,17 +107,17 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", default=["none", "none+kv_fp8", "none+kv_int8"])
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=["none", "none+kv_fp8", "none+kv_int8"])
     parser.add_argument("--plain", action="store_true", help="also without fused kernels")
     parser.add_argument("--exact", action="store_true", help="also in exact mode")
-    parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--context", type=int, default=512, help="tokens that every slot holds")
-    parser.add_argument("--repeats", type=int, default=5, help=f"measured runs of {STEPS} steps")
-    parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", nargs="+", type=positive, default=[8, 64, 256])
+    parser.add_argument("--context", type=positive, default=512, help="tokens that every slot holds")
+    parser.add_argument("--repeats", type=positive, default=5, help=f"measured runs of {STEPS} steps")
+    parser.add_argument("--kernels", type=at_least(0), default=0, help="how many kernels to list")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
+    parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = measured_device(args.device)
     rate = bandwidth(device)
     print(f"Qwen3 {args.model}, {args.dtype}, {card(device)}, a copy moves {rate / 1e12:.2f} TB/s\n")
     table = Table("format", "layers", "batch", "context", "ms", "floor, ms", "of floor", "tokens/s", "note")

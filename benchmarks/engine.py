@@ -3,8 +3,8 @@
 Groups of samples share a prompt, as in reinforcement learning; prompts differ in length; every sample has the full
 budget of tokens (``--eos`` lets them end). Engines and generate take turns; the figure is the median of the turns.
 
-    python benchmarks/engine.py                        # both models, all formats
-    python benchmarks/engine.py --models tiny --json   # one JSON object a line
+    python benchmarks/engine.py                                          # both models, all formats
+    OMP_NUM_THREADS=1 python benchmarks/engine.py --models tiny --json   # one JSON object a line
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from options import at_least, positive
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.utils import logging
 
@@ -156,16 +157,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny", "smollm2"], choices=["tiny", "smollm2"])
     parser.add_argument("--formats", nargs="+", default=["fp32", "bf16", "int8_w8a8"], choices=list(FORMATS))
     parser.add_argument("--transformers", nargs="*", default=["fp32"], choices=["fp32", "bf16"])
-    parser.add_argument("--batch", type=int, default=64, help="samples that run together")
-    parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--prompt", type=int, default=32, help="longest prompt; the shortest has half of it")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a sample")
+    parser.add_argument("--batch", type=positive, default=64, help="samples that run together")
+    parser.add_argument("--samples", type=positive, default=8, help="samples a prompt")
+    parser.add_argument("--prompt", type=at_least(2), default=32, help="longest prompt; the shortest has half of it")
+    parser.add_argument("--tokens", type=positive, default=64, help="new tokens of a sample")
     parser.add_argument("--eos", action="store_true", help="let samples end at token 0")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of tables")
     args = parser.parse_args()
+    if args.batch % args.samples:
+        parser.error(f"--samples {args.samples} does not divide --batch {args.batch}")
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     device = torch.device(args.device)

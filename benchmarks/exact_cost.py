@@ -6,7 +6,7 @@ learner scores the sampled sequences ``--rows`` at a time.
 
     python benchmarks/exact_cost.py --model 0.6B --device cuda
     python benchmarks/exact_cost.py --model 8B --layers 8 --device cuda --formats int8_w8a8 --batches 256
-    python benchmarks/exact_cost.py --device cpu --tiny --batches 8 --prompt 8 --tokens 6 --repeats 1
+    OMP_NUM_THREADS=1 python benchmarks/exact_cost.py --device cpu --tiny --batches 8 --prompt 8 --tokens 6 --repeats 1
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from options import at_least, dtype_name, positive, scheme_name
 from side_by_side import Timer, card, measured_device
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -180,14 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0.6B", choices=list(SHAPES))
     parser.add_argument("--tiny", action="store_true", help="a small model, for a rehearsal without a GPU")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256], help="samples that run together")
-    parser.add_argument("--prompt", type=int, default=128, help="longest prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a sample, at least 2")
-    parser.add_argument("--rows", type=int, default=24, help="sequences that the learner scores together")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=positive, help="fewer layers than the model has")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=list(FORMATS))
+    parser.add_argument("--batches", nargs="+", type=positive, default=[64, 256], help="samples that run together")
+    parser.add_argument("--prompt", type=positive, default=128, help="longest prompt")
+    parser.add_argument("--tokens", type=at_least(2), default=64, help="new tokens of a sample, at least 2")
+    parser.add_argument("--rows", type=positive, default=24, help="sequences that the learner scores together")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     args = parser.parse_args()

@@ -18,6 +18,7 @@ import math
 
 import torch
 from mismatch import add_arguments, folded, gap, sample
+from options import dtype_name, scheme_name
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -122,8 +123,10 @@ def line(row: dict) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=[*[n for n in PRESETS if n != "bf16"], *EXTRA])
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--formats", nargs="+", type=scheme_name, default=[*[n for n in PRESETS if n != "bf16"], *EXTRA]
+    )
+    parser.add_argument("--dtype", type=dtype_name, default="float32")
     parser.add_argument("--no-step", action="store_true", help="leave out the AdamW steps")
     add_arguments(parser)
     args = parser.parse_args()

@@ -80,7 +80,7 @@ for name in $parts; do
         ;;
     compile)
         part compile 400 python3 benchmarks/learner.py --models 0.6B --learners none fp8_per_channel int8_w8a8 \
-            --budget-tokens 32768 --compile --limit 120 --budget 390 --rows "$out/learner.jsonl"
+            --token-budget 32768 --compile --limit 120 --budget 390 --rows "$out/learner.jsonl"
         ;;
     learner) part learner 300 python3 benchmarks/learner.py --budget 280 --rows "$out/learner.jsonl" ;;
     memory_tests)

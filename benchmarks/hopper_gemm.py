@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from decode_gemm import COLD_BYTES, MODELS, WRONG, Layer
 from graph_time import graph_time
+from options import positive
 from side_by_side import card, measured_device
 from torch import Tensor
 
@@ -107,10 +108,10 @@ def main() -> None:
     """Print the fastest cuts of each product."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--formats", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--rows", nargs="+", type=positive, default=[64, 128, 256])
     parser.add_argument("--models", nargs="+", default=["8B"], choices=list(MODELS))
-    parser.add_argument("--splits", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--splits", nargs="+", type=positive, default=[1, 2, 4])
+    parser.add_argument("--jobs", type=positive, default=12)
     parser.add_argument("--rows-file", type=Path)
     args = parser.parse_args()
     device = measured_device()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from options import duration, positive
 
 from lqrl.quant import kernels
 from lqrl.quant.numerics import quantize_int8_channel
@@ -67,13 +68,21 @@ def measure(m: int, k: int, n: int, device: torch.device, budget_s: float) -> st
     )
 
 
+def shape(text: str) -> tuple[int, ...]:
+    """The argparse type of M,K,N."""
+    sizes = tuple(map(positive, text.split(",")))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"must be M,K,N, not {text}")
+    return sizes
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.0, help="time budget of a shape")
-    parser.add_argument("--shape", action="append", type=lambda text: tuple(int(part) for part in text.split(",")))
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=duration, default=1.0, help="time budget of a shape")
+    parser.add_argument("--shape", action="append", type=shape, metavar="M,K,N")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)

@@ -8,7 +8,8 @@ iteration: clipping, the optimizer, and what the GPU still owes.
 
     python benchmarks/iteration.py --trl-path /path/to/site
     python benchmarks/iteration.py --learners trl trl-vllm none fp8_per_channel+kv_fp8 --vllm-path /path/to/vllm
-    python benchmarks/iteration.py --model tiny --device cpu --prompts 2 --samples 2 --prompt 8 --tokens 6
+    OMP_NUM_THREADS=1 python benchmarks/iteration.py --model tiny --device cpu --learners none int8_w8a8 \\
+        --prompts 2 --samples 2 --prompt 8 --tokens 6
 
 ``--trl-path`` is a folder with trl and datasets (``pip install --no-deps --target FOLDER trl datasets dill
 multiprocess``), which only TRL's processes see. A learner that fails or takes longer than ``--limit`` costs its row.
@@ -19,14 +20,15 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, searched_first, send, versions, wait_for_turn
+from options import at_least, dtype_name, positive, require, scheme_name_or
 from rows import Record, Table
 from shapes import SHAPES
+from side_by_side import measured_device
 
 PEERS = ("trl", "trl-vllm")
 PHASES = ("generate", "reward", "score", "forward_backward", "step", "calibrate", "refresh", "other")
@@ -107,8 +109,6 @@ def check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
             f"--generation-batch {args.generation_batch} must be a multiple of --trl-rows {args.trl_rows} and of "
             f"--samples {args.samples}"
         )
-    if args.iterations < 2:
-        refuse("--iterations must be at least 2: the first is not counted")
 
 
 def with_ratios(row: Row, peers: dict[str, Row]) -> Row:
@@ -131,20 +131,22 @@ def show(table: Table, row: Row) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--learners", nargs="+", default=["trl", "none", "int8_w8a8", "fp8_per_channel+kv_fp8"],
-        help="trl, trl-vllm, or a scheme of this library; none is bf16",
+        "--learners", nargs="+", type=scheme_name_or(*PEERS), help="trl, trl-vllm, or a scheme; none is bf16",
+        default=["trl", "none", "int8_w8a8", "fp8_per_channel+kv_fp8"],
     )  # fmt: skip
     parser.add_argument("--model", default="0.6B", choices=list(SHAPES))
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=1024, help="new tokens of a sample")
-    parser.add_argument("--iterations", type=int, default=2, help="the first is not counted")
-    parser.add_argument("--generation-batch", type=int, default=256, help="samples that are generated together")
-    parser.add_argument("--token-budget", type=int, default=8192, help="most tokens of a micro-batch of this library")
-    parser.add_argument("--trl-rows", type=int, default=8, help="sequences of a micro-batch of TRL")
-    parser.add_argument("--dtype", default="bfloat16", help="of products")
-    parser.add_argument("--master", default="float32", help="of parameters and optimizer")
+    parser.add_argument("--prompts", type=positive, default=64)
+    parser.add_argument("--samples", type=positive, default=8, help="of a prompt")
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=positive, default=1024, help="new tokens of a sample")
+    parser.add_argument("--iterations", type=at_least(2), default=2, help="the first is not counted")
+    parser.add_argument("--generation-batch", type=positive, default=256, help="samples that are generated together")
+    parser.add_argument(
+        "--token-budget", type=positive, default=8192, help="most tokens of a micro-batch of this library"
+    )
+    parser.add_argument("--trl-rows", type=positive, default=8, help="sequences of a micro-batch of TRL")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of products")
+    parser.add_argument("--master", type=dtype_name, default="float32", help="of parameters and optimizer")
     parser.add_argument("--trl-path", type=Path, help="a folder with trl and datasets")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, for trl-vllm")
     add_job_options(parser, "one row", limit=240)
@@ -160,7 +162,13 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record, peers = time.perf_counter(), Record(args.rows, "iteration"), {}
+    measured_device(args.device)
+    if set(PEERS) & set(args.learners):
+        require("trl", "--trl-path", args.trl_path)
+        require("datasets", "--trl-path", args.trl_path)
+    if "trl-vllm" in args.learners:
+        require("vllm", "--vllm-path", args.vllm_path, args.trl_path)
+    record, peers = Record(args.rows, "iteration"), {}
     sizes = f"{args.prompts} prompts of {args.prompt} x {args.samples}, {args.tokens} new tokens"
     print(f"Qwen3 {args.model}, {sizes}, {args.dtype} products, {args.master} masters, {args.device}\n")
     phases = [name.replace("_", "-") for name in PHASES]
@@ -169,7 +177,7 @@ def main() -> None:
         row = with_ratios(row, peers)
         record.add({name: getattr(args, name) for name in ("prompts", "samples", "prompt", "tokens", "master")} | row)
         show(table, row)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

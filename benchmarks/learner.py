@@ -1,7 +1,7 @@
 """Forward and backward of the learner on a Qwen3 shape with random weights, beside plain transformers with padding.
 
 64k tokens in sequences of mixed length (`mixed_lengths`) go through `accumulate_gradients`, as an optimizer step does:
-packed into micro-batches of at most ``--budget-tokens`` real tokens, codes quantized anew, log-probs without a tensor
+packed into micro-batches of at most ``--token-budget`` real tokens, codes quantized anew, log-probs without a tensor
 of all logits. Against them transformers: rows in the order they come, as many in a micro-batch as would fit if all were
 as long as the longest, padded to the longest among them, sdpa attention, the logits of all tokens in fp32, and
 `torch.nn.functional.cross_entropy`. tokens/s counts real tokens. Then the log-prob part alone, forward and backward
@@ -9,8 +9,8 @@ from given hidden states, against full logits: its memory is the peak less its o
 
     python benchmarks/learner.py
     python benchmarks/learner.py --models 4B --learners transformers none fp8_per_channel --rows results.jsonl
-    python benchmarks/learner.py --models 0.6B --learners none int8_w8a8 --budget-tokens 32768 --compile --limit 300
-    python benchmarks/learner.py --models tiny --device cpu --total 512 --longest 64 --budget-tokens 128 --repeats 1
+    python benchmarks/learner.py --models 0.6B --learners none int8_w8a8 --token-budget 32768 --compile --limit 300
+    OMP_NUM_THREADS=1 python benchmarks/learner.py --models tiny --device cpu --total 512 --longest 64 --repeats 1
 
 ``--compile`` measures every learner of this library a second time, with the layers of transformers under
 ``torch.compile`` (dynamic shapes) in place of the fused kernels; attention and aligned products stay as they are.
@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from kernel_times import kernel_lines
+from options import at_least, dtype_name, positive, scheme_name_or
 from rows import Record, Table
 from shapes import SHAPES
+from side_by_side import measured_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -302,9 +304,9 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
 
 def learners_and_budgets(args: argparse.Namespace, model: str, learners: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Every learner with its micro-batches; log-probs alone with the smallest."""
-    budgets = args.budget_tokens or [BUDGETS[model]]
+    budgets = args.token_budget or [BUDGETS[model]]
     for learner in learners:
-        yield from ((learner, n) for n in (args.peer_budget_tokens or budgets if learner == PEER else budgets))
+        yield from ((learner, n) for n in (args.peer_token_budget or budgets if learner == PEER else budgets))
     yield from ((way, min(budgets)) for way in HEADS)
 
 
@@ -349,20 +351,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
     parser.add_argument(
-        "--learners", nargs="+", default=[PEER, "none", "fp8_per_channel", "int8_w8a8"],
+        "--learners", nargs="+", type=scheme_name_or(PEER), default=[PEER, "none", "fp8_per_channel", "int8_w8a8"],
         help=f"{PEER}, or a scheme that the learner is aligned with; none is bf16",
     )  # fmt: skip
-    parser.add_argument("--total", type=int, default=65536, help="tokens of an optimizer step")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sequence")
+    parser.add_argument("--total", type=at_least(2), default=65536, help="tokens of an optimizer step")
+    parser.add_argument("--longest", type=at_least(2), default=2048, help="tokens of the longest sequence")
     parser.add_argument(
-        "--budget-tokens", type=int, nargs="+", help="most tokens of a micro-batch; the default goes by the model"
+        "--token-budget", type=positive, nargs="+", help="most tokens of a micro-batch; the default goes by the model"
     )
-    parser.add_argument("--peer-budget-tokens", type=int, nargs="+", help=f"the same for {PEER}, where it is another")
-    parser.add_argument("--dtype", default="bfloat16", help="of parameters and products")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-token-budget", type=positive, nargs="+", help=f"the same for {PEER}, if it is another")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of parameters and products")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--compile", action="store_true", help="every learner under torch.compile too")
-    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels of each learner, on a GPU")
-    parser.add_argument("--host", type=int, default=0, help="list so many functions by the host's time in each learner")
+    parser.add_argument("--kernels", type=at_least(0), default=0, help="list so many kernels of each learner, on a GPU")
+    parser.add_argument("--host", type=at_least(0), default=0, help="so many functions of each, by the host's time")
     add_job_options(parser, "one row", limit=120)
     return parser.parse_args(argv)
 
@@ -373,11 +375,12 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record, ratios, jobs = time.perf_counter(), Record(args.rows, "learner"), Ratios(), make_jobs(args)
+    measured_device(args.device)
+    record, ratios, jobs = Record(args.rows, "learner"), Ratios(), make_jobs(args)
     lengths = [sum(pair) for pair in mixed_lengths(args.total, args.longest)]
     print(f"{args.dtype}, {args.device}, {sum(lengths)} tokens in {len(lengths)} sequences of up to {max(lengths)}")
     for model in args.models:
-        for budget in args.peer_budget_tokens or args.budget_tokens or [BUDGETS[model]]:
+        for budget in args.peer_token_budget or args.token_budget or [BUDGETS[model]]:
             rows = max(1, budget // max(lengths))
             share = 1 - sum(lengths) / padded_tokens(lengths, rows)
             print(f"{model}: {rows} rows at a time are padded by {share:.0%} in {PEER}")
@@ -390,7 +393,7 @@ def main() -> None:
         show(table, row)
         for line in (*row.get("kernels", ()), *row.get("host", ())):
             print(line)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from options import positive, scheme_name
+
 from lqrl.quant import QuantScheme
 
 FORMATS = ("none", "int8_w8a8", "fp8_per_channel", "int4_w4a16_g32", "int4_w4a4", "int3_w3a16_g32")
@@ -224,22 +226,20 @@ def pair(text: str) -> tuple[str, str]:
 def main() -> None:
     """Run what is missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="presets of QuantScheme")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=list(FORMATS), help="presets of QuantScheme")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--iterations", type=int, default=50, help="of an epoch")
-    parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps an iteration")
+    parser.add_argument("--epochs", type=positive, default=6)
+    parser.add_argument("--iterations", type=positive, default=50, help="of an epoch")
+    parser.add_argument("--minibatches", type=positive, default=2, help="optimizer steps an iteration")
     parser.add_argument("--config", default=QUICKSTART, help="of the task")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="jobs on cuda share one card")
     parser.add_argument(
         "--set", nargs="*", default=[], type=pair, metavar="KEY=VALUE", help="more options of every run"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--rows", type=Path, help="one JSON object a run; runs that are there are not repeated")
     args = parser.parse_args()
-    for name in args.formats:
-        QuantScheme.preset(name)
     cases = [(f, w, s) for s in args.seeds for f in args.formats for w in ways_of(f, args.ways)]
     rows = read(args.rows, args)
     train([case for case in cases if case not in rows], args, rows)

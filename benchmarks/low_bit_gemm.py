@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from options import at_least, positive
 from side_by_side import Timer, card, measured_device
 
 from lqrl.quant import kernels, rows, triton_fp8, triton_int8
@@ -106,10 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--rows", type=positive, nargs="+", default=ROWS)
     parser.add_argument("--layers", nargs="+", default=list(QWEN3_8B), choices=list(QWEN3_8B))
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--show", type=int, default=5, help="candidates a line")
+    parser.add_argument("--repeats", type=positive, default=9)
+    parser.add_argument("--show", type=at_least(0), default=5, help="candidates a line")
     args = parser.parse_args()
     timer = Timer(measured_device(args.device), args.repeats)
     print(f"{card(timer.device)}; us, median of {args.repeats}, L2 flushed")

@@ -10,7 +10,8 @@ allocated, and of the cache where it is not PyTorch's. The optimizer is KahanAda
 fits on one card, else SGD with momentum, whose 2 bytes are those of 8-bit AdamW.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --models tiny --device cpu --prompts 2 --samples 2 --prompt 8 --total 96 --longest 32
+    OMP_NUM_THREADS=1 python benchmarks/memory.py --models tiny --device cpu --prompts 2 --prompt 8 --total 96 \\
+        --longest 32
 
 Each way runs in a process of its own; one that fails or takes longer than ``--limit`` seconds costs one row.
 """
@@ -25,8 +26,10 @@ from typing import Any, Literal
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
 from learner import BUDGETS, make_batch, mixed_lengths, randomize_
+from options import at_least, positive, scheme_name
 from rows import Record, Table
 from shapes import SHAPES
+from side_by_side import measured_device
 
 WAYS: dict[str, tuple[Literal[0, 1], bool]] = {
     "kept": (0, False),
@@ -180,7 +183,7 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     jobs = []
     for model in args.models:
         for way in args.ways:
-            case = shared | {"model": model, "way": way, "budget": args.budget_tokens or MICRO_BATCHES[model]}
+            case = shared | {"model": model, "way": way, "budget": args.token_budget or MICRO_BATCHES[model]}
             jobs.append(Job(__file__, case, [{"model": model, "way": way}]))
     return jobs
 
@@ -200,15 +203,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "8B"], choices=list(SHAPES))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--format", default="int8_w8a8", help="of the engine and the aligned learner")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=16, help="of a prompt; all run together")
-    parser.add_argument("--prompt", type=int, default=384, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=16, help="new tokens of a sample")
-    parser.add_argument("--total", type=int, default=16384, help="tokens of an optimizer step")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sequence that is learned from")
-    parser.add_argument("--budget-tokens", type=int, help="most tokens of a micro-batch; the default goes by the model")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--format", type=scheme_name, default="int8_w8a8", help="of the engine and the aligned learner")
+    parser.add_argument("--prompts", type=positive, default=12)
+    parser.add_argument("--samples", type=positive, default=16, help="of a prompt; all run together")
+    parser.add_argument("--prompt", type=positive, default=384, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=positive, default=16, help="new tokens of a sample")
+    parser.add_argument("--total", type=at_least(2), default=16384, help="tokens of an optimizer step")
+    parser.add_argument(
+        "--longest", type=at_least(2), default=2048, help="tokens of the longest sequence that is learned from"
+    )
+    parser.add_argument(
+        "--token-budget", type=positive, help="most tokens of a micro-batch; the default goes by the model"
+    )
+    parser.add_argument("--repeats", type=positive, default=3)
     add_job_options(parser, "one row", limit=120)
     return parser.parse_args(argv)
 
@@ -219,7 +226,8 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record = time.perf_counter(), Record(args.rows, "memory")
+    measured_device(args.device)
+    record = Record(args.rows, "memory")
     samples = f"{args.prompts * args.samples} samples of {args.prompt + args.tokens} tokens"
     print(f"{args.format}, {args.device}, {samples}, {args.total} tokens learned from\n")
     titles = (
@@ -236,7 +244,7 @@ def main() -> None:
     for row in run_jobs(make_jobs(args), limit=args.limit, budget=args.budget, ahead=args.device != "cpu"):
         record.add(row | {"total": args.total, "format": args.format})
         show(table, row)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

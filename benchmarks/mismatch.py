@@ -2,9 +2,11 @@
 
 The engine decodes token by token with a key-value cache, the learner scores the same tokens in one packed forward pass.
 Formats: identity (nothing quantized), int8_w8a8 with a plain learner, with the aligned learner, and with an int8
-head too.
+head too; or those of ``--schemes``, aligned. ``--exact`` puts engine and aligned learner in exact mode, in which all
+log-probs are equal. It runs on a GPU where there is one, else on the CPU.
 
     python benchmarks/mismatch.py --model asset:countdown_policy
+    python benchmarks/mismatch.py --device cpu --exact --schemes none int8_w8a8 --prompts 4 --samples 2
     python benchmarks/mismatch.py --model models/smollm2 --prompts 8 --samples 4 --tokens 48 --dtype float32,bfloat16
 """
 
@@ -15,6 +17,7 @@ import json
 from dataclasses import dataclass
 
 import torch
+from options import dtype_name, positive, scheme_name
 from prompts import make_prompts
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -147,24 +150,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="engine and aligned learner in exact mode")
     parser.add_argument("--unfused", action="store_true", help="the engine's layers run the learner's kernels")
     parser.add_argument("--transform", default="none", choices=list(TRANSFORMS), help="folded in before all else")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompts", type=positive, default=64)
+    parser.add_argument("--samples", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=16)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+
+
+def dtype_names(text: str) -> list[str]:
+    """The argparse type of names with commas between them."""
+    return [dtype_name(name) for name in text.split(",")]
 
 
 def main() -> None:
     """Print the table, one JSON line a row with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32", help="one or several, separated by commas")
-    parser.add_argument("--schemes", nargs="*", help="aligned learners of these schemes instead of the usual cases")
+    parser.add_argument("--dtype", type=dtype_names, default="float32", help="one or several, with commas")
+    parser.add_argument(
+        "--schemes", nargs="*", type=scheme_name, help="aligned learners of these schemes instead of the usual cases"
+    )
     add_arguments(parser)
     args = parser.parse_args()
     print(f"{args.model}, {args.device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'dtype':9} {'engine':17} {'learner':12} {'tokens':>7} {'equal':>7} {'k3':>9}", end=" ")
     print(f"{'mean':>9} {'max':>9} {'ESS':>6}")
-    for dtype in args.dtype.split(","):
+    for dtype in args.dtype:
         cases = [Case(name, "aligned", True) for name in args.schemes or ()] or CASES
         for case in cases:
             row = measure(args.model, case, parse_dtype(dtype), torch.device(args.device), args)

@@ -4,7 +4,7 @@ Prompts are of ``--prompt`` random tokens and run in prefills of at most ``--tok
 kernels that take most of a call. The rate of arithmetic counts the layers' products alone.
 
     python benchmarks/prefill.py --formats none fp8_per_channel+kv_fp8_static --tokens 8192 16384 --kernels 16
-    python benchmarks/prefill.py --model tiny --device cpu --batch 2 --prompt 8
+    OMP_NUM_THREADS=1 python benchmarks/prefill.py --model tiny --device cpu --batch 2 --prompt 8
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Sequence
 
 import torch
 from kernel_times import kernel_lines
+from options import at_least, dtype_name, positive, scheme_name
 from rollout_engines import random_weights
 from rows import Table
 from shapes import SHAPES
-from side_by_side import card
+from side_by_side import card, measured_device
 
 from lqrl.engines.base import EngineSpec
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
@@ -64,21 +65,21 @@ def measure(scheme: QuantScheme, tokens: int | None, table: Table, args: argpars
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", default=["none", "fp8_per_channel+kv_fp8_static"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[None], help="of a prefill")
-    parser.add_argument("--batch", type=int, default=256, help="prompts")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=["none", "fp8_per_channel+kv_fp8_static"])
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[None], help="of a prefill")
+    parser.add_argument("--batch", type=positive, default=256, help="prompts")
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens of a prompt")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--kernels", type=at_least(0), default=0, help="how many kernels to list")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
+    parser.add_argument("--device", default="cuda")
     return parser.parse_args(argv)
 
 
 def main() -> None:
     """Print the table."""
     args = parse()
-    print(f"Qwen3 {args.model}, {args.dtype}, {card(torch.device(args.device))}\n")
+    print(f"Qwen3 {args.model}, {args.dtype}, {card(measured_device(args.device))}\n")
     table = Table("format", "tokens", "batch", "prompt", "ms", "longest, ms", "tokens/s", "TFLOP/s")
     for name in args.formats:
         for tokens in args.tokens:

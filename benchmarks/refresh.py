@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from options import positive, scheme_name
 from side_by_side import Timer, bandwidth, card, measured_device
 from torch import nn
 
@@ -155,9 +156,9 @@ def check_digest(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--formats", nargs="+", default=["fp8_per_channel", "int8_w8a8"])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--layers", type=positive, default=36)
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=["fp8_per_channel", "int8_w8a8"])
+    parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--tiny", action="store_true", help="small layers, for a rehearsal without a GPU")
     args = parser.parse_args()
     timer = Timer(measured_device(args.device), args.repeats)

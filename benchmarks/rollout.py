@@ -8,7 +8,8 @@ many samples share a prompt; the floor still counts a prompt for each of them.
 
     python benchmarks/rollout.py --vllm-path /path/to/site                 # 8B, batch 64 and 256
     python benchmarks/rollout.py --engines torch --batch 8 64 256 --group 8 --rows benchmarks/results/rollout.jsonl
-    python benchmarks/rollout.py --model tiny --device cpu --batch 2 4 --prompt 8 --tokens 6 6 --engines torch
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py --engines torch --model tiny --device cpu --batch 2 \\
+        --prompt 8 --tokens 32
 
 One process measures all batches of an engine and a format; one that fails or takes longer than ``--limit`` seconds
 costs its rows. transformers has no formats: its rows are those of bf16. A vLLM of another place is found by
@@ -24,9 +25,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
+from options import at_least, dtype_name, positive
 from rows import Record, Table
 from shapes import SHAPES
-from vllm_children import add_vllm_options, vllm_environment
+from side_by_side import measured_device
+from vllm_children import add_vllm_options, require_vllm, vllm_environment
 
 if TYPE_CHECKING:
     from rollout_engines import Call, Setting
@@ -69,7 +72,9 @@ def measure_case(case: Row) -> None:
         try:
             row = measure(call, setting, batch, new, prompt, group, repeats)
             floor = setting.shape.step_bytes(setting.scheme, batch, prompt + new / 2, 8 * setting.torch_dtype.itemsize)
-            send(shared | row | {"floor_tokens_per_s": batch * shared["bandwidth"] / floor})
+            if device.type == "cuda":  # small weights stay in a CPU's caches, which a large copy says nothing about
+                row["floor_tokens_per_s"] = batch * rate / floor
+            send(shared | row)
         except Exception as error:
             send(shared | failure(error))
 
@@ -130,10 +135,6 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
 
 def new_tokens(batch: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Batches, the smallest first, and the new tokens of each: those given, one a batch, or the usual ones."""
-    if tokens and len(tokens) != len(batch):
-        raise SystemExit(f"--tokens has {len(tokens)} numbers for {len(batch)} batches; give one for each")
-    if min([2, *tokens]) < 2:
-        raise SystemExit("--tokens must be at least 2: decoding is what comes after the first token")
     return sorted(zip(batch, tokens or [NEW_TOKENS.get(n, 256) for n in batch], strict=True))
 
 
@@ -172,7 +173,8 @@ class Ratios:
         if "tokens_per_s" not in row:
             return row
         self._rows[here] = row
-        row = row | {"of_floor": row["decode_tokens_per_s"] / row["floor_tokens_per_s"]}
+        if "floor_tokens_per_s" in row:
+            row = row | {"of_floor": row["decode_tokens_per_s"] / row["floor_tokens_per_s"]}
         sides = {"bf16": (here[0], *PLAIN, here[3]), "vllm": ("vllm", *here[1:])}
         for name, other in sides.items():
             for rate in ("tokens_per_s", "decode_tokens_per_s"):
@@ -194,15 +196,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["none", "fp8_per_channel"], choices=FORMATS)
     parser.add_argument("--kv", nargs="+", default=["none", "fp8"], choices=CACHES, help="formats of the cache")
-    parser.add_argument("--batch", nargs="+", type=int, default=[64, 256], help="samples that run together")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[], help="new tokens of a sample, for each batch")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--group", type=int, default=1, help="samples that share a prompt")
-    parser.add_argument("--repeats", type=int, default=1, help="measured calls; the fastest counts")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", nargs="+", type=positive, default=[64, 256], help="samples that run together")
+    parser.add_argument(
+        "--tokens", nargs="+", type=at_least(2), default=[], help="new tokens of a sample, for each batch"
+    )
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens of a prompt")
+    parser.add_argument("--group", type=positive, default=1, help="samples that share a prompt")
+    parser.add_argument("--repeats", type=positive, default=1, help="measured calls; the fastest counts")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
     add_vllm_options(parser)
     add_job_options(parser, "one engine in one format", limit=240)
     args = parser.parse_args(argv)
+    if args.tokens and len(args.tokens) != len(args.batch):
+        parser.error(f"--tokens has {len(args.tokens)} numbers for {len(args.batch)} batches; give one for each")
     if any(batch % args.group for batch in args.batch):
         parser.error(f"--group {args.group} does not divide every one of --batch {args.batch}")
     return args
@@ -214,7 +220,10 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record, ratios = time.perf_counter(), Record(args.rows, "rollout"), Ratios()
+    measured_device(args.device)
+    if "vllm" in args.engines:
+        require_vllm(args)
+    record, ratios = Record(args.rows, "rollout"), Ratios()
     print(f"Qwen3 {args.model}, {args.dtype}, {args.device}, prompts of {args.prompt}, {args.group} samples a prompt\n")
     sides = ("x bf16", "x vLLM")
     table = Table(
@@ -224,7 +233,7 @@ def main() -> None:
         row = ratios.add(row)
         record.add(row)
         show(table, row)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

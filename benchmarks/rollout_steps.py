@@ -7,7 +7,7 @@ the rollout the same steps run for a short time after a pause, as `decode_step.p
 clock's, where the power limit of the card lowers it.
 
     python benchmarks/rollout_steps.py --formats none fp8_per_channel+kv_fp8_static
-    python benchmarks/rollout_steps.py --model tiny --device cpu --batch 2 --prompt 8 --tokens 64
+    OMP_NUM_THREADS=1 python benchmarks/rollout_steps.py --model tiny --device cpu --batch 2 --prompt 8 --tokens 64
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from options import dtype_name, positive, scheme_name
 from rollout_engines import Setting, random_weights
 from rows import Table
 from shapes import SHAPES
@@ -209,13 +210,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", default=["none", "fp8_per_channel+kv_fp8_static"])
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="new tokens of a sample")
-    parser.add_argument("--parts", type=int, default=4, help="lines of a rollout")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=["none", "fp8_per_channel+kv_fp8_static"])
+    parser.add_argument("--batch", type=positive, default=256)
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=positive, default=512, help="new tokens of a sample")
+    parser.add_argument("--parts", type=positive, default=4, help="lines of a rollout")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds before the short run")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     if args.tokens < 4 * INTERVAL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,15 +20,23 @@ class Record:
 
     def __init__(self, path: Path | None, benchmark: str) -> None:
         self._path, self._start = path, {"benchmark": benchmark}
+        self._started, self._failed = time.perf_counter(), False
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append ``row`` with its date."""
+        self._failed |= "error" in row and "cut" not in row
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._start | {"date": date} | dict(row)) + "\n")
+
+    def end(self) -> None:
+        """Print how long all took; a row that failed, other than by a time limit, ends the program with status 1."""
+        print(f"\n{time.perf_counter() - self._started:.0f} s", flush=True)
+        if self._failed:
+            raise SystemExit(1)
 
 
 class Table:

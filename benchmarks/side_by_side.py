@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from options import refuse
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of an H100
 
@@ -85,9 +86,9 @@ def measured_device(name: str = "cuda") -> torch.device:
     """The device to measure on, or the end of the program with what is missing."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            f"this measures a GPU, and torch {torch.__version__} sees none here; a script that has --device and "
-            "--tiny can be rehearsed with --device cpu --tiny"
+        refuse(
+            f"this measures a GPU, and torch {torch.__version__} sees none here; where a script has --device, pass "
+            "--device cpu and a tiny model to rehearse it"
         )
     return device
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from options import positive
 from prompts import make_prompts
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -132,9 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="asset:countdown_policy")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--samples", type=positive, default=4)
+    parser.add_argument("--tokens", type=positive, default=16)
     parser.add_argument("--layers", action="store_true")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.model)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from options import positive
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
@@ -263,9 +264,9 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--peer", default="vllm", choices=["vllm", "lqrl"], help="who reads the checkpoint")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=56)
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--tokens", type=positive, default=56)
+    parser.add_argument("--jobs", type=positive, default=4, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one format")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)

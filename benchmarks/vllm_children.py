@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from children import searched_first
+from options import require
 
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the child, as this library's does
@@ -23,6 +24,12 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
     """Where the vLLM of the children is."""
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM and what it needs")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that has vLLM")
+
+
+def require_vllm(args: argparse.Namespace) -> None:
+    """End the program where the children would miss vLLM; what another interpreter has is not looked for."""
+    if args.vllm_python == sys.executable:
+        require("vllm", "--vllm-path", args.vllm_path)
 
 
 def vllm_environment(path: Path | None, **more: str) -> dict[str, str]:

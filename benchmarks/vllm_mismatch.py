@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, versions, wait_for_turn
+from options import positive, scheme_name
 from rows import Record, Table
-from vllm_children import add_vllm_options, vllm_environment
+from side_by_side import measured_device
+from vllm_children import add_vllm_options, require_vllm, vllm_environment
 
 FORMATS = (
     *("none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_w8a8", "int8_w8a16"),
@@ -230,16 +231,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", default="8B", help="a folder, or a shape of benchmarks/shapes.py with random weights"
     )
-    parser.add_argument("--layers", type=int, default=4, help="of a shape")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--layers", type=positive, default=4, help="of a shape")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=list(FORMATS))
     parser.add_argument("--modes", nargs="+", default=["eager", "invariant"], choices=MODES)
     parser.add_argument("--tables", nargs="*", default=list(TABLES), choices=TABLES, help="besides log-probs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a random prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each")
-    parser.add_argument("--sequences", type=int, default=4, help="of these, compared part by part")
-    parser.add_argument("--first", type=int, default=3, help="layers shown part by part")
+    parser.add_argument("--prompts", type=positive, default=16)
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens of a random prompt")
+    parser.add_argument("--tokens", type=positive, default=32, help="sampled tokens of each")
+    parser.add_argument("--sequences", type=positive, default=4, help="of these, compared part by part")
+    parser.add_argument("--first", type=positive, default=3, help="layers shown part by part")
     add_vllm_options(parser)
     add_job_options(parser, "one format", limit=180, budget=1800)
     args = parser.parse_args(argv)
@@ -254,7 +255,9 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         os._exit(0)  # vLLM's threads may hang at exit
-    started, record, report = time.perf_counter(), Record(args.rows, "vllm_mismatch"), Report(args.first)
+    measured_device(args.device)
+    require_vllm(args)
+    record, report = Record(args.rows, "vllm_mismatch"), Report(args.first)
     print(f"{args.model}, bf16, {args.device}, {args.prompts} x {args.tokens} sampled tokens, seeds {args.seeds}")
     if "invariant" in args.modes and args.device == "cpu":
         print("invariant: not run: vLLM has no batch-invariant mode on a CPU")
@@ -264,7 +267,7 @@ def main() -> None:
         for row in answered.get("rows", [{}]):
             record.add(shared | row)
     report.summary()
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

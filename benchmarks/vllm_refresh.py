@@ -1,7 +1,7 @@
 """A refresh of a vLLM in the learner's process: vLLM's reload against direct copies, from weights on the same card.
 
     python benchmarks/vllm_refresh.py --vllm-path /path/to/site                  # Qwen3-8B's shape, several formats
-    python benchmarks/vllm_refresh.py --model tiny --layers 2 --device cpu --repeats 2 --formats fp8_per_channel
+    OMP_NUM_THREADS=1 python benchmarks/vllm_refresh.py --model tiny --layers 2 --device cpu --formats fp8_per_channel
 
 Two sets of random weights lie on the card and take turns, so that every refresh changes everything. ``reload`` and
 ``direct`` are whole refreshes by `VLLMEngine.update_weights`: checks, NaN, digests, log-probs of the probe, cached
@@ -24,10 +24,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, wait_for_turn
+from options import at_least, dtype_name, positive, scheme_name
 from rollout import place
 from rows import Record, Table
 from shapes import SHAPES
-from vllm_children import add_vllm_options, vllm_environment
+from side_by_side import measured_device
+from vllm_children import add_vllm_options, require_vllm, vllm_environment
 
 if TYPE_CHECKING:
     import torch
@@ -184,12 +186,12 @@ def show(table: Table, row: Row, reloads: dict[str, float]) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=0, help="of the model; 0 is all of the shape's")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="presets")
-    parser.add_argument("--repeats", type=int, default=7, help="measured refreshes of each way")
+    parser.add_argument("--layers", type=at_least(0), default=0, help="of the model; 0 is all of the shape's")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=list(FORMATS), help="presets")
+    parser.add_argument("--repeats", type=positive, default=7, help="measured refreshes of each way")
     parser.add_argument("--count-changes", action="store_true", help="count what a refresh changes, as by default")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compiler and captured graphs")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
     add_vllm_options(parser)
     add_job_options(parser, "one format", limit=150)
     return parser.parse_args(argv)
@@ -201,7 +203,9 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record, reloads = time.perf_counter(), Record(args.rows, "vllm_refresh"), {}
+    measured_device(args.device)
+    require_vllm(args)
+    record, reloads = Record(args.rows, "vllm_refresh"), {}
     layers = args.layers or SHAPES[args.model].layers
     print(f"Qwen3 {args.model}, {layers} layers, {args.dtype}, {args.device}; ms, GB and s\n")
     columns = ("format", "way", "median", "range", "x reload", "GB sent", "floor", "equal")
@@ -209,7 +213,7 @@ def main() -> None:
     for row in run_jobs(make_jobs(args), limit=args.limit, budget=args.budget, ahead=args.device != "cpu"):
         record.add(row)
         show(table, row, reloads)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A refresh of a vLLM server on the learner's machine: weights through files against memory of the learner's GPU.
 
     python benchmarks/vllm_transport.py --vllm-path /path/to/site                # Qwen3-8B's shape, one card for both
-    python benchmarks/vllm_transport.py --model tiny --device cpu --dtype float32 --repeats 2 --formats fp8_per_channel
+    OMP_NUM_THREADS=1 python benchmarks/vllm_transport.py --model tiny --device cpu --dtype float32 --formats int8_w8a8
 
 Two sets of random weights lie on the learner's card and take turns, so that every refresh changes everything. Times are
 those of `VLLMServerEngine.update_weights`: checks, vLLM's reload, digests and probe included; median and range. ``layer
@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from children import Job, Row, add_job_options, failure, run_jobs, send, wait_for_turn
+from options import at_least, dtype_name, positive, scheme_name
 from rollout import place
 from rows import Record, Table
 from shapes import SHAPES
-from vllm_children import add_vllm_options, vllm_environment
+from side_by_side import measured_device
+from vllm_children import add_vllm_options, require_vllm, vllm_environment
 
 if TYPE_CHECKING:
     import torch
@@ -178,10 +180,10 @@ def show(table: Table, row: Row, medians: dict[tuple[str, str], float]) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8B", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=0, help="of the model; 0 is all of the shape's")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="presets")
-    parser.add_argument("--repeats", type=int, default=3, help="measured refreshes of each way")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=at_least(0), default=0, help="of the model; 0 is all of the shape's")
+    parser.add_argument("--formats", nargs="+", type=scheme_name, default=list(FORMATS), help="presets")
+    parser.add_argument("--repeats", type=positive, default=3, help="measured refreshes of each way")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16")
     parser.add_argument("--directory", help="where files are put")
     parser.add_argument("--memory", type=float, default=0.4, help="the server's share of the card")
     parser.add_argument("--card", help="CUDA_VISIBLE_DEVICES of the server; the learner's card by default")
@@ -196,7 +198,9 @@ def main() -> None:
     if args.case:
         measure_case(args.case)
         return
-    started, record, medians = time.perf_counter(), Record(args.rows, "vllm_transport"), dict[tuple[str, str], float]()
+    measured_device(args.device)
+    require_vllm(args)
+    record, medians = Record(args.rows, "vllm_transport"), dict[tuple[str, str], float]()
     layers = args.layers or SHAPES[args.model].layers
     print(f"Qwen3 {args.model}, {layers} layers, {args.dtype}, {args.device}; ms and GB\n")
     table = Table(
@@ -205,7 +209,7 @@ def main() -> None:
     for row in run_jobs(make_jobs(args), limit=args.limit, budget=args.budget, ahead=False):
         record.add(row)
         show(table, row, medians)
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    record.end()
 
 
 if __name__ == "__main__":
