@@ -22,7 +22,6 @@ Every log-probability is named by whose it is:
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -31,6 +30,8 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+
+_LEAST_TEMPERATURE = 1e-30  # float32 holds logits of up to 1e8 divided by it
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class SamplingParams:
 
     Attributes:
         n: completions a prompt, one number or one for each prompt.
-        temperature: divides the logits; 0 is greedy (log-probs are then those of temperature 1).
+        temperature: divides the logits, in float32; 0 is greedy (log-probs are then those of temperature 1).
         top_p: smallest set of tokens with at least this mass; 1 keeps all.
         top_k: this many most likely tokens; 0 keeps all.
         max_tokens: most new tokens of a completion.
@@ -109,9 +110,10 @@ class SamplingParams:
         counts = (self.n,) if isinstance(self.n, int) else tuple(self.n)
         if any(n < 1 for n in counts):
             raise ValueError(f"SamplingParams.n must be at least 1, got {self.n}")
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= 1 / _LEAST_TEMPERATURE:
             raise ValueError(
-                f"SamplingParams.temperature must be >= 0 and finite, got {self.temperature}; use 0 for greedy"
+                f"SamplingParams.temperature must be 0 or between {_LEAST_TEMPERATURE:g} and "
+                f"{1 / _LEAST_TEMPERATURE:g}, got {self.temperature}; use 0 for greedy"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p must be in (0, 1], got {self.top_p}; use 1 to keep every token")
@@ -119,6 +121,11 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_k must be >= 0, got {self.top_k}; use 0 to keep every token")
         if self.max_tokens < 1:
             raise ValueError(f"SamplingParams.max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.first_sample <= 2**63 - max(counts):
+            raise ValueError(
+                f"SamplingParams.first_sample must be at least 0 and its samples must fit 64 bits, got "
+                f"{self.first_sample}; 0 is the first sample"
+            )
 
     @property
     def truncates(self) -> bool:

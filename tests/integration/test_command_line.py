@@ -154,6 +154,10 @@ def test_the_last_lines_say_before_and_after_only_when_there_were_two_validation
         ("--config=missing.yaml", ["File does not exist", "missing.yaml"]),
         ("--data.train.rows.split=test", ["data.train.rows.split: must be train or validation, got test"]),
         ("--data.train.max_prompt_tokens=0", ["PromptSource.max_prompt_tokens must be at least 1, got 0"]),
+        (
+            "--model.engine.kv_cache_tokens=10",
+            ["model.init_args.engine.init_args.kv_cache_tokens is 10", "max_tokens is 16): set it to ", " at least"],
+        ),
         ("--model.lora.r=0", ["Lora: r and alpha must be positive"]),
         ("--model.loss=lqrl.algorithms.GSPOLoss", ["ACR widens", "acr: false"]),
         ("--model.scheme.skip=[a]", ["required: name", "set --model.scheme.name"]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from engine_models import CONFIGS
@@ -222,9 +224,21 @@ def test_a_cache_smaller_than_one_sample_is_an_error() -> None:
         engine(kv_cache_tokens=8).generate(PROMPTS[:1], SamplingParams(max_tokens=7), seed=0)
 
 
-def test_options_below_one_are_errors() -> None:
-    with pytest.raises(ValueError, match="max_num_seqs must be at least 1, got 0"):
-        TorchEngineFactory(max_num_seqs=0)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_seqs", 0), ("max_num_seqs", 2.5), ("max_num_batched_tokens", True), ("kv_cache_tokens", math.nan)],
+)
+def test_counts_that_are_none_are_errors(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value}"):
+        TorchEngineFactory(**{name: value})  # type: ignore[arg-type]
+
+
+def test_tokens_that_are_no_integers_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"prompt 5 holds 3\.7, which is no token id"):
+        engine().generate([Prompt(5, (3, 3.7))], SamplingParams(), seed=0)  # type: ignore[arg-type]
+    other, same = Prompt(5, tuple(np.array([3, 4]))), Prompt(5, (3, 4))
+    (drawn,), (again,) = (engine().generate([prompt], SamplingParams(), seed=0)[0] for prompt in (other, same))
+    assert torch.equal(drawn.token_ids, again.token_ids)
 
 
 def test_no_prompts_give_no_completions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -157,10 +158,24 @@ def test_a_missing_uniform_is_an_error() -> None:
         sample(torch.zeros(1, 4), None, SamplingParams())
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e-45, 1e39])
 def test_a_temperature_that_is_no_number_to_divide_by_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"temperature must be >= 0 and finite, got .*; use 0 for greedy"):
+    with pytest.raises(ValueError, match=r"temperature must be 0 or between .*, got .*; use 0 for greedy"):
         SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize(("first", "n"), [(-1, 1), (2**63, 1), (2**63 - 4, (2, 5))])
+def test_samples_beyond_64_bits_are_refused(first: int, n: int) -> None:
+    with pytest.raises(ValueError, match=rf"first_sample must be at least 0 .*, got {first}; 0 is the first"):
+        SamplingParams(n=n, first_sample=first)
+    assert SamplingParams(n=4, first_sample=2**63 - 4).first_sample == 2**63 - 4
+
+
+def test_a_seed_that_is_no_integer_is_refused() -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"seed must be an integer, got 1.5"):
+        sample_keys(1.5, one, one)  # type: ignore[arg-type]
+    assert torch.equal(sample_keys(np.int64(1), one, one), sample_keys(1, one, one))  # type: ignore[arg-type]
 
 
 def test_an_id_beyond_64_bits_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from lqrl.types import Prompt, SamplingParams
 
@@ -20,7 +21,8 @@ def check_prompts(
         eos: tokens that end a completion.
 
     Raises:
-        ValueError: for a prompt that is empty, too long or out of the vocabulary, or a stop token out of it.
+        ValueError: for a prompt that is empty, too long, not of integers or out of the vocabulary, or a stop token out
+            of it.
     """
     for prompt in prompts:
         tokens = len(prompt.input_ids)
@@ -32,6 +34,11 @@ def check_prompts(
                 f"max_model_len={max_model_len}, the positions of the model (max_position_embeddings); lower "
                 "model.init_args.sampling.max_tokens, leave out long prompts with data.init_args.max_prompt_tokens and "
                 "overlong: drop in data.init_args.train and val, or take a model with more positions"
+            )
+        if not all(issubclass(kind, Integral) for kind in set(map(type, prompt.input_ids))):
+            odd = next(token for token in prompt.input_ids if not isinstance(token, Integral))
+            raise ValueError(
+                f"prompt {prompt.id} holds {odd!r}, which is no token id; give it the tokenizer's integers"
             )
         if min(prompt.input_ids) < 0 or max(prompt.input_ids) >= vocabulary:
             raise ValueError(

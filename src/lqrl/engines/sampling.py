@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,14 @@ def sample_keys(seed: int, prompt_ids: Tensor, sample_index: Tensor) -> Tensor:
         seed: any integer; taken modulo 2**64.
         prompt_ids: stable ids of the prompts.
         sample_index: which sample of its prompt.
+
+    Raises:
+        TypeError: for a seed that is no integer.
     """
+    try:
+        seed = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"seed must be an integer, got {seed!r}; two fractions would be one seed") from error
     wrapped = (seed + 2**63) % 2**64 - 2**63
     key = mix64(torch.full_like(prompt_ids, wrapped) + _GOLDEN)
     key = mix64((key ^ prompt_ids) + _GOLDEN)

@@ -48,10 +48,10 @@ class TorchEngineFactory(EngineFactory):
 
     Attributes:
         max_num_seqs: most samples that run together.
-        max_num_batched_tokens: most prompt tokens in one prefill; ``None`` is 8192 on the CPU and 16384 elsewhere: the
-            host must launch the next one's kernels while the GPU works on one.
-        kv_cache_tokens: most tokens the cache holds; fewer samples run together when they would need more. ``None``
-            sets no limit beside ``max_num_seqs``.
+        max_num_batched_tokens: most prompt tokens in one prefill, in which a longer prompt runs alone; ``None`` is 8192
+            on the CPU and 16384 elsewhere: the host must launch the next one's kernels while the GPU works on one.
+        kv_cache_tokens: most tokens the cache holds, at least those of the longest prompt and ``max_tokens``; fewer
+            samples run together when they would need more. ``None`` sets no limit beside ``max_num_seqs``.
         gpu_memory_utilization: on CUDA, the engine's share of the GPU's memory, its weights and cache; the learner has
             the rest. Limits the cache as ``kv_cache_tokens`` does. Activations and graphs come on top. ``None`` sets
             no limit.
@@ -63,7 +63,9 @@ class TorchEngineFactory(EngineFactory):
         fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
             `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels, as the
             learner's do. In exact mode they are taken where they give the learner's bits, with exact attention.
-        cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`.
+            Changes nothing on a CPU.
+        cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`. Changes
+            nothing on a CPU.
 
     Raises:
         ValueError: when a number is outside its range.
@@ -81,8 +83,8 @@ class TorchEngineFactory(EngineFactory):
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "host_interval"):
             value = self.__dict__[name]
-            if value is not None and value < 1:
-                raise ValueError(f"TorchEngineFactory.{name} must be at least 1, got {value}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"TorchEngineFactory.{name} must be a whole number of at least 1, got {value}")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"TorchEngineFactory.gpu_memory_utilization must be in (0, 1], got {share}")

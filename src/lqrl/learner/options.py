@@ -12,6 +12,7 @@ from torch import nn
 from lqrl.algorithms import NoCorrection, TokenTIS
 from lqrl.data.budget import UniformBudget
 from lqrl.data.datamodule import PromptDataModule, prompt_data, shard
+from lqrl.engines import TorchEngineFactory
 from lqrl.learner.optim import BFloat16AdamW
 
 if TYPE_CHECKING:
@@ -92,10 +93,11 @@ def check_run(module: PolicyModule, stage: str) -> None:
         stage: of Lightning's ``setup``.
 
     Raises:
-        ValueError: see `check_precision` and `check_data`.
+        ValueError: see `check_precision`, `check_cache` and `check_data`.
         TypeError: when the Trainer of a fit has no `PromptDataModule`.
     """
     check_precision(module.trainer.precision)
+    check_cache(module)
     if stage != "fit":
         return
     data = prompt_data(module.trainer)
@@ -121,6 +123,25 @@ def check_data(module: PolicyModule, data: PromptDataModule) -> None:
             f"model.init_args.num_minibatches is {module.num_minibatches}, but an iteration has {prompts * samples} "
             f"rows on a rank ({prompts} prompts, {samples} samples each): set it to {prompts * samples} at most, or "
             "raise data.init_args.prompts_per_iteration"
+        )
+
+
+def check_cache(module: PolicyModule) -> None:
+    """Refuse a cache of the embedded engine that one of the run's samples would not fit.
+
+    Raises:
+        ValueError: naming the number to set.
+    """
+    data, engine = vars(module.trainer).get("datamodule"), module.engine_factory
+    if not (isinstance(data, PromptDataModule) and isinstance(engine, TorchEngineFactory) and engine.kv_cache_tokens):
+        return
+    sets = [prompts.prompts for prompts in (data.train_prompts, data.val_prompts) if prompts is not None]
+    longest = max((len(prompt.input_ids) for prompts in sets for prompt in prompts), default=0)
+    if engine.kv_cache_tokens < longest + module.sampling.max_tokens:
+        raise ValueError(
+            f"model.init_args.engine.init_args.kv_cache_tokens is {engine.kv_cache_tokens}, but a sample may take "
+            f"{longest + module.sampling.max_tokens} (the longest prompt has {longest} tokens, and max_tokens is "
+            f"{module.sampling.max_tokens}): set it to {longest + module.sampling.max_tokens} at least, or to null"
         )
 
 
