@@ -40,6 +40,7 @@ class PhaseClock:
         self._charge()
         self._seconds = {}
         if self not in _running:
+            self._open.clear()
             _running.append(self)
 
     def stop(self) -> None:
@@ -55,15 +56,20 @@ class PhaseClock:
         seconds, self._seconds = self._seconds, {}
         return {name: seconds.get(name, 0.0) for name in (*PHASES, "other")}
 
+    @property
+    def depth(self) -> int:
+        """How many phases are open."""
+        return len(self._open)
+
     def enter(self, name: Phase) -> None:
         """A phase begins."""
         self._charge()
         self._open.append(_WHOLE if self._open and self._open[-1] == _WHOLE else name)
 
-    def leave(self) -> None:
-        """The phase that began last ends."""
+    def leave(self, depth: int) -> None:
+        """The phase that began at ``depth`` ends, and with it those inside that an interrupt has left open."""
         self._charge()
-        self._open.pop()
+        del self._open[depth:]
 
     def _charge(self) -> None:
         """Give the time since the last boundary to the innermost phase."""
@@ -82,12 +88,19 @@ class PhaseClock:
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Mark work, as a context or a decorator; without a running clock it does nothing."""
-    clocks = tuple(_running)  # those that saw it begin see it end
-    for clock in clocks:
-        clock.enter(name)
+    """Mark work, as a context or a decorator; without a running clock it does nothing.
+
+    Raises:
+        ValueError: for a name that is none of `PHASES`.
+    """
+    if name not in PHASES:
+        raise ValueError(f"no phase is called {name!r}; there are: {', '.join(PHASES)}")
+    entered: list[tuple[PhaseClock, int]] = []  # the clocks that saw it begin see it end
     try:
+        for clock in tuple(_running):
+            entered.append((clock, clock.depth))
+            clock.enter(name)
         yield
     finally:
-        for clock in clocks:
-            clock.leave()
+        for clock, depth in entered:
+            clock.leave(depth)

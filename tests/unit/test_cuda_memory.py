@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_cuda import FakeCuda
+from interrupts import each_line
 
 from lqrl.engines.cuda_memory import Driver, DriverError, MappedRange, OutOfDeviceMemory
 
@@ -99,6 +100,30 @@ def test_a_fault_in_the_middle_of_mapping_is_undone(fake: Fake, call: str, after
     assert (held.mapped, fake.holds) == (False, (1, 0, 0))
     held.map()
     ctypes.memset(held.address, 7, held.size)
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_behind(fake: Fake) -> None:
+    """Neither of mapping nor of unmapping: the next call finds its way, whatever was done and noted by then."""
+    functions = {MappedRange.map.__code__, MappedRange.unmap.__code__}
+    for first in (MappedRange.map, MappedRange.unmap):
+        for then in (MappedRange.map, MappedRange.unmap):
+
+            def prepared(first=first) -> Callable[[], object]:
+                nonlocal held
+                held = fake.range(10 * UNIT)
+                if first is MappedRange.unmap:
+                    held.map()
+                return lambda: first(held)
+
+            held = fake.range(UNIT)
+            for _ in each_line(functions, prepared):
+                then(held)
+                held.map()
+                assert held.mapped
+                ctypes.memset(held.address, 7, held.size)
+                assert fake.holds[1:] == (3, 10 * UNIT)
+                held.unmap()
+                assert fake.holds[1:] == (0, 0)
 
 
 def test_an_error_without_a_name_has_its_number(fake: Fake) -> None:

@@ -183,7 +183,7 @@ def test_an_engine_cannot_sleep_while_it_generates(monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(built.decoder, "logits", logits)
-        with pytest.raises(RuntimeError, match="generating and cannot sleep"):
+        with pytest.raises(RuntimeError, match="generating and cannot sleep; wait"):
             samples(built, 0)
     built.sleep()  # the call that failed is over
     built.wake()

@@ -94,6 +94,25 @@ def test_a_phase_that_raises_is_over(hand: Hand):
         assert spent(clock) == {"reward": 1.0, "other": 2.0}
 
 
+def test_a_phase_that_an_interrupt_left_open_ends_with_the_one_around_it(hand: Hand):
+    with PhaseClock(now=hand) as clock:
+        with phase("refresh"):
+            clock.enter("generate")  # and never left
+            hand.wait(1)
+        hand.wait(2)
+        assert spent(clock) == {"generate": 1.0, "other": 2.0}
+        clock.enter("generate")
+    clock.start()
+    hand.wait(4)
+    assert spent(clock) == {"other": 4.0}
+    clock.stop()
+
+
+def test_a_phase_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="no phase is called 'bogus'; there are: generate, reward"), phase("bogus"):
+        pass
+
+
 def test_clocks_may_start_and_stop_inside_a_phase(hand: Hand):
     early, late = PhaseClock(now=hand), PhaseClock(now=hand)
     early.start()

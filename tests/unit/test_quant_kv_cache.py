@@ -8,7 +8,7 @@ import torch
 from lqrl.engines.base import EngineSpec, RefreshError
 from lqrl.engines.slots import SlotCache
 from lqrl.engines.torch import TorchEngine, TorchEngineFactory
-from lqrl.learner.kv_scales import calibrate_kv_
+from lqrl.learner.kv_scales import _part, calibrate_kv_
 from lqrl.learner.scorer import Scorer
 from lqrl.modeling.backbone import AttentionShape, load_model
 from lqrl.quant import QuantScheme, TensorFormat, export_weights, prepare_
@@ -137,14 +137,34 @@ def test_calibration_does_not_depend_on_the_cut_into_micro_batches():
     torch.testing.assert_close(whole, cut, rtol=1e-6, atol=0)
 
 
-def test_many_tokens_are_calibrated_on_every_so_manieth_sequence():
+def test_many_tokens_are_calibrated_on_a_part_of_them():
     policy, _ = built(QuantScheme.preset("none+kv_fp8_static"), torch.float32, torch.device("cpu"))
-    ids = torch.randint(5, 60, (8, 10), generator=torch.Generator().manual_seed(2))
-    mask, scorer = torch.ones_like(ids, dtype=torch.bool), Scorer(policy, 1.0, torch.float32)
-    some = calibrate_kv_(scorer, ids, mask, token_budget=20, most_tokens=30)  # of 80 tokens every third sequence
-    third = calibrate_kv_(scorer, ids[::3], mask[::3], token_budget=20)
-    torch.testing.assert_close(some, third, rtol=1e-6, atol=0)
-    assert not torch.allclose(some, calibrate_kv_(scorer, ids, mask, token_budget=20, most_tokens=80), rtol=1e-6)
+    ids = torch.randint(5, 60, (64, 40), generator=torch.Generator().manual_seed(2))
+    lengths = torch.tensor([1, 40, 0, 40] * 16)  # long ones at equal distances
+    mask, scorer = torch.arange(40)[None] < lengths[:, None], Scorer(policy, 1.0, torch.float32)
+    rows = _part(lengths, 400)
+    assert 400 <= int(lengths[rows].sum()) < 440
+    assert {int(n) for n in lengths[rows]} == {1, 40}
+    assert torch.equal(_part(lengths, 1296), lengths.nonzero().squeeze(1))
+    some = calibrate_kv_(scorer, ids, mask, token_budget=100, most_tokens=400)
+    chosen = calibrate_kv_(scorer, ids[rows], mask[rows], token_budget=1000)
+    torch.testing.assert_close(some, chosen, rtol=1e-6, atol=0)
+    assert not torch.allclose(some, calibrate_kv_(scorer, ids, mask, token_budget=100), rtol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [{"token_budget": 0}, {"token_budget": 8, "most_tokens": -1}])
+def test_calibration_refuses_limits_below_one(limits):
+    policy, _ = built(QuantScheme.preset("none+kv_fp8_static"), torch.float32, torch.device("cpu"))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        calibrate_kv_(Scorer(policy, 1.0, torch.float32), ids, ids.bool(), **limits)
+
+
+def test_no_tokens_calibrate_nothing():
+    policy, _ = built(QuantScheme.preset("none+kv_fp8_static"), torch.float32, torch.device("cpu"))
+    ids = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="nothing was generated to calibrate on"):
+        calibrate_kv_(Scorer(policy, 1.0, torch.float32), ids, torch.zeros_like(ids).bool(), token_budget=8)
 
 
 def test_scales_are_part_of_the_transaction_and_only_of_static_formats():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -133,16 +134,19 @@ class MappedRange:
         unit = calls.granularity(device)
         self.size = -(-size // unit) * unit
         self._calls, self._device, self._ready = calls, device, ready
-        self._part = max(unit, part // unit * unit)
-        self._mapped: list[tuple[int, int]] = []
+        part = max(unit, part // unit * unit)
+        self._mapped: list[tuple[int, int]] = []  # or about to be, or no more: an interrupt may come at any line
+        self._usable = False
         self.address = calls.reserve(self.size)
+        starts = range(0, self.size, part)
+        self._parts = [(self.address + start, min(part, self.size - start)) for start in starts]
         finalizer = weakref.finalize(self, _give_back, calls, ready, self._mapped, self.address, self.size)
         finalizer.atexit = False  # a process that ends gives everything back
 
     @property
     def mapped(self) -> bool:
-        """Whether there is memory behind the addresses."""
-        return bool(self._mapped)
+        """Whether there is memory behind all addresses."""
+        return self._usable
 
     def map(self) -> None:
         """Put memory behind all addresses; its contents are undefined.
@@ -151,17 +155,17 @@ class MappedRange:
             OutOfDeviceMemory: with what is asked and what is free; nothing is mapped then.
             DriverError: for anything else; nothing is mapped then.
         """
-        if self._mapped:
+        if self._usable:
             return
         self._ready()
+        _clear(self._calls, self._mapped)
         try:
-            for start in range(0, self.size, self._part):
-                address, size = self.address + start, min(self._part, self.size - start)
-                self._calls.map(address, size, self._device)
-                self._mapped.append((address, size))
+            for part in self._parts:
+                self._mapped.append(part)
+                self._calls.map(*part, self._device)
             self._calls.allow(self.address, self.size, self._device)
         except DriverError as error:
-            _unmap(self._calls, self._mapped)
+            _clear(self._calls, self._mapped)
             if not isinstance(error, OutOfDeviceMemory):
                 raise
             free, total = self._calls.free_and_total()
@@ -169,17 +173,26 @@ class MappedRange:
                 f"{self.size / 2**30:.2f} GiB are asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free on "
                 f"cuda:{self._device} ({error})"
             ) from error
+        self._usable = True
 
     def unmap(self) -> None:
         """Give the memory to the device; the addresses stay."""
-        if self._mapped:
+        if self._usable:
             self._ready()
-            _unmap(self._calls, self._mapped)
+            self._usable = False
+            while self._mapped:
+                self._calls.unmap(*self._mapped[-1])
+                self._mapped.pop()
+        elif self._mapped:
+            self._ready()
+            _clear(self._calls, self._mapped)
 
 
-def _unmap(calls: Driver, mapped: list[tuple[int, int]]) -> None:
+def _clear(calls: Driver, mapped: list[tuple[int, int]]) -> None:
+    """Unmap what a call that did not end has left; of its last part nobody knows whether it was mapped."""
     while mapped:
-        calls.unmap(*mapped[-1])
+        with suppress(DriverError):
+            calls.unmap(*mapped[-1])
         mapped.pop()
 
 
@@ -187,7 +200,7 @@ def _give_back(
     calls: Driver, ready: Callable[[], object], mapped: list[tuple[int, int]], address: int, size: int
 ) -> None:
     ready()
-    _unmap(calls, mapped)
+    _clear(calls, mapped)
     calls.free(address, size)
 
 

@@ -53,11 +53,10 @@ class ReleasableMemory(ABC):
 
     def release(self) -> int:
         """Give the memory away; again is no error. Returns how many bytes that were."""
-        if not self.held:
-            return 0
+        given = self.size if self.held else 0
+        self.held = False  # first: after an interrupt nobody may use what is half given away
         self._release()
-        self.held = False
-        return self.size
+        return given
 
     def restore(self) -> int:
         """Take the memory back. Returns how many bytes that were, 0 when it is held.
@@ -79,10 +78,12 @@ class ReleasableMemory(ABC):
         self._whole = None
 
     @abstractmethod
-    def _release(self) -> None: ...
+    def _release(self) -> None:
+        """Give away what is there, all or what an interrupt has left."""
 
     @abstractmethod
-    def _restore(self) -> None: ...
+    def _restore(self) -> None:
+        """Take what is not there."""
 
 
 class HostMemory(ReleasableMemory):

@@ -59,6 +59,7 @@ class SlotCache:
         self._layer_scales = [(k.to(device), v.to(device)) for k, v in scales]
         self._releasable = releasable
         self._memory: ReleasableMemory | None = None  # of a releasable cache that has storage
+        self._zeroed = True
         self._capacity = 0
         self._storage: list[tuple[Tensor, ...]] = []
         self._views: list[tuple[Tensor, ...]] = []  # keys, values and, per token and head, their scales
@@ -96,7 +97,7 @@ class SlotCache:
         self.restore()
         if keep and slots <= self.slots and length <= self.length:
             return
-        self.slots, self.length = slots, length
+        self.slots = self.length = 0  # until the views are there: an interrupt may come in between
         self._views = [
             tuple(
                 flat[: slots * shape.kv_heads * length * width].view(slots, shape.kv_heads, length, width)
@@ -104,23 +105,27 @@ class SlotCache:
             )
             for shape, layer in zip(self.shapes, self._storage, strict=True)
         ]
+        self.slots, self.length = slots, length
 
     def release(self) -> int:
         """Give the memory of a releasable cache away, and with it all that is cached; bytes that were given."""
-        if self._memory is None or not self._memory.held:
+        if self._memory is None:
             return 0
         with phase("memory"):
+            self._zeroed = False
             given = self._memory.release()
-        log.info("the key/value cache gave %.2f GiB away", given / 2**30)
+        if given:
+            log.info("the key/value cache gave %.2f GiB away", given / 2**30)
         return given
 
     def restore(self) -> int:
         """Take the memory back, empty; bytes that were taken. See `ReleasableMemory.restore` for what it raises."""
-        if self._memory is None or self._memory.held:
+        if self._memory is None or (self._memory.held and self._zeroed):
             return 0
         with phase("memory"):
             taken = self._memory.restore()
             self.clear()
+            self._zeroed = True
         log.info("the key/value cache took %.2f GiB back", taken / 2**30)
         return taken
 
@@ -131,6 +136,7 @@ class SlotCache:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        self._zeroed = True
 
     def check_held(self) -> None:
         """Raise a RuntimeError while the memory is released: on CUDA a kernel that uses it would end the process."""

@@ -22,7 +22,7 @@ CALIBRATION_PROMPTS = 32
 
 
 CALIBRATION_TOKENS = 131_072
-"""About as many tokens of an iteration as a rank's scales are taken from; of more, sequences at equal distances."""
+"""About as many tokens of an iteration as a rank's scales are taken from; of more, sequences drawn at random."""
 
 
 @torch.no_grad()
@@ -44,22 +44,25 @@ def calibrate_kv_(
         input_ids: ``[B, T]``.
         attention_mask: ``[B, T]`` bool, true on one run of tokens a row.
         token_budget: most tokens of a forward pass.
-        most_tokens: of more than these, every second, third ... sequence counts. A quantile of this many tokens hardly
-            moves, and a pass over all of them costs a tenth of an iteration.
+        most_tokens: of more than these, as many sequences as reach them, drawn with a seed of its own; not at equal
+            distances, since lengths may follow the order of samples. A quantile of this many tokens hardly moves, and
+            a pass over all of them costs a tenth of an iteration.
 
     Returns:
         fp32 ``[layers, 2]``.
 
     Raises:
-        ValueError: when a key or value is NaN or inf, or no rank has a row.
+        ValueError: when a key or value is NaN or inf, no rank has a token, or a limit is below 1.
     """
+    if min(token_budget, most_tokens) < 1:
+        raise ValueError(f"token_budget ({token_budget}) and most_tokens ({most_tokens}) must be at least 1")
     modules, observer = attention_modules(scorer.policy), KVObserver()
     before, scorer.kv = scorer.kv, observer
     try:
         lengths = attention_mask.sum(1).cpu()
-        every = max(1, -(-int(lengths.sum()) // most_tokens))
-        for rows in microbatches(lengths[::every], token_budget):
-            chosen = (rows * every).to(input_ids.device)
+        rows = _part(lengths, most_tokens)
+        for group in microbatches(lengths[rows], token_budget):
+            chosen = rows[group].to(input_ids.device)
             scorer.score(input_ids[chosen], attention_mask[chosen], layers_only=True)
     finally:
         scorer.kv = before
@@ -77,6 +80,16 @@ def calibrate_kv_(
         module.get_buffer("k_scale").copy_(k_scale)
         module.get_buffer("v_scale").copy_(v_scale)
     return scales
+
+
+def _part(lengths: Tensor, most_tokens: int) -> Tensor:
+    """Rows with tokens, ascending: all, or of more than ``most_tokens`` tokens some that just reach them."""
+    rows = lengths.nonzero().squeeze(1)
+    if int(lengths.sum()) <= most_tokens:
+        return rows
+    drawn = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    enough = int((lengths[drawn].cumsum(0) < most_tokens).sum()) + 1
+    return drawn[:enough].sort().values
 
 
 def calibrate(module: PolicyModule, input_ids: Tensor, attention_mask: Tensor) -> None:
