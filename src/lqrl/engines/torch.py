@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -120,7 +121,8 @@ class TorchEngine(RolloutEngine):
         self.decoder = Decoder(spec, options.fused)
         self.policy_version = -1
         self._refusal: str | None = "it has no weights yet; call update_weights first"
-        self._asleep = self._generating = False
+        self._asleep = False
+        self._running: weakref.ref[Generation] | None = None  # weak, so that no interrupt leaves it behind
         self._cache = SlotCache(
             [shape for _, shape in sorted(self.decoder.shapes.items())],
             spec.dtype,
@@ -153,8 +155,9 @@ class TorchEngine(RolloutEngine):
         Raises:
             StaleEngineError: without good weights.
             ValueError: for a prompt that is empty, too long or out of the vocabulary, or a stop token out of it.
-            RuntimeError: while asleep, or when the weights give NaN.
+            RuntimeError: while asleep, during another call, or when the weights give NaN.
         """
+        self._check_idle("draw other samples")
         if self._refusal is not None:
             raise StaleEngineError(f"the engine refuses to generate: {self._refusal}")
         if self._asleep:
@@ -178,11 +181,11 @@ class TorchEngine(RolloutEngine):
                 max_slots=slots,
                 prefill_tokens=self._prefill_tokens,
             )
-            self._generating = True
+            self._running = weakref.ref(generation)
             try:
                 generation.run()
             finally:
-                self._generating = False
+                self._running = None
             completions = generation.completions(self.policy_version)
         self._stats = EngineStats(
             self._stats.prompt_tokens + sum(len(p.input_ids) for p in prompts),
@@ -198,7 +201,9 @@ class TorchEngine(RolloutEngine):
 
         Raises:
             RefreshError: see there; the engine refuses to generate until a refresh succeeds.
+            RuntimeError: inside of `generate`, whose samples would be of two policies; nothing has changed then.
         """
+        self._check_idle("take weights")
         started = time.perf_counter()
         self.policy_version = -1
         self._refusal = "its last refresh did not complete; send a complete set of weights"
@@ -223,10 +228,13 @@ class TorchEngine(RolloutEngine):
         Raises:
             RuntimeError: inside of `generate`, whose samples would lose their keys and values.
         """
-        if self._generating:
-            raise RuntimeError("the engine is generating and cannot sleep; call sleep() after generate() has returned")
+        self._check_idle("sleep")
         self._cache.release()
         self._asleep = True
+
+    def _check_idle(self, wish: str) -> None:
+        if self._running is not None and self._running() is not None:
+            raise RuntimeError(f"the engine is generating and cannot {wish}; wait until generate() has returned")
 
     def _load(self, weights: NamedTensors, policy_version: int, frozen: Digests | None) -> RefreshReport:
         model = self.decoder.model
