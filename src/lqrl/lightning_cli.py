@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -111,10 +112,20 @@ class LqrlCLI(LightningCLI):
         self._run(self.trainer.validate, arguments)
 
     def _run(self, command: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """A run that ends without a result leaves no folder: loggers make theirs before anything else can fail."""
+        """A run that ends without a result leaves no folder: loggers make theirs before anything else can fail.
+
+        Raises:
+            SystemExit: after an interrupt, with the status of a process that the signal ended.
+        """
         absent = absent_folders(self.trainer)
         try:
             command(**arguments)
+        except SystemExit as end:
+            if not isinstance(end.__context__, KeyboardInterrupt):
+                raise
+            callbacks = vars(self.trainer)["callbacks"]
+            received = [c.received for c in callbacks if isinstance(c, InterruptCheckpoint) and c.received is not None]
+            raise SystemExit(128 + next(iter(received), signal.SIGINT)) from end
         finally:
             if self.trainer.is_global_zero:
                 remove_empty(absent)

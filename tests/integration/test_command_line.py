@@ -327,8 +327,8 @@ def listening() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_in_the_first_iteration_says_what_to_do_next(tmp_path, signals):
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_ctrl_c_in_the_first_iteration_says_what_to_do_next_and_says_it_last(tmp_path, signals):
     (tmp_path / "slow.py").write_text(SLOW)
     terms = "--model.reward.terms=[{class_path: lqrl.rewards.RewardTerm, init_args: {name: correct, fn: slow.Slow}}]"
     words = ["--config", str(QUICKSTART), *LESS, terms]
@@ -339,18 +339,20 @@ def test_ctrl_c_in_the_first_iteration_says_what_to_do_next(tmp_path, signals):
     assert run.stdout is not None
     lines = iter(run.stdout.readline, "")
     next(line for line in lines if "scoring" in line)
-    run.send_signal(signal.SIGINT)
-    if signals == 2:
+    run.send_signal(signals[0])
+    for number in signals[1:]:
         next(line for line in lines if "Once more stops at once" in line)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
     text = "".join(lines)
-    run.wait(timeout=120)
+    assert run.wait(timeout=120) == 128 + signals[0]
     folder = "runs/quickstart/version_0"
-    if signals == 1:
-        assert f"lqrl fit --config {folder}/config.yaml --ckpt_path {folder}/checkpoints/interrupted.ckpt" in text
+    last = text.rstrip().splitlines()[-1]
+    assert "weights_only" not in text
+    if len(signals) == 1:
+        assert last == f"  lqrl fit --config {folder}/config.yaml --ckpt_path {folder}/checkpoints/interrupted.ckpt"
         assert (tmp_path / folder / "config.yaml").is_file()
     else:
-        assert "nothing is saved. Start again with the same command." in text
+        assert last.endswith("nothing is saved. Start again with the same command.")
         assert not (tmp_path / "runs").exists()
 
 

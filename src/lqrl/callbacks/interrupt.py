@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -23,17 +24,19 @@ class InterruptCheckpoint(Checkpoint):
     An iteration is saved whole: a checkpoint in the middle of one would have drawn prompts that were never learned.
     A run that is stopped at once says what it can be resumed from, and a dry run (``fast_dev_run``) saves nothing.
     A refresh that fails after an iteration was learned ends the run with that checkpoint, too.
+    What resumes is said last, after what Lightning and the progress bar have to say of the interrupt.
     (A `Checkpoint` by class so that Lightning runs it after all other callbacks of the iteration.)
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._told = self._listens = False
+        self._last_words = ""
         self._previous: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen; only the main thread can."""
-        self.received, self._told = None, False
+        self.received, self._told, self._last_words = None, False, ""
         if threading.current_thread() is threading.main_thread():
             self._previous = {s: signal.signal(s, self._receive) for s in _SIGNALS}
             self._listens = True
@@ -44,22 +47,22 @@ class InterruptCheckpoint(Checkpoint):
         """Save and stop, on all ranks together, when any rank was told to."""
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             return
-        self._save(trainer)
+        self._last_words = self._save(trainer)
         raise KeyboardInterrupt
 
-    def _save(self, trainer: L.Trainer, when: str = "Resume with") -> None:
+    def _save(self, trainer: L.Trainer, when: str = "Resume with") -> str:
+        """What to tell."""
         self._told = True
         if not keeps_files(trainer):
-            rank_zero_info("Stopped after a whole iteration of a dry run (fast_dev_run): nothing is saved.")
-            return
+            return "Stopped after a whole iteration of a dry run (fast_dev_run): nothing is saved."
         path = checkpoint_folder(trainer) / "interrupted.ckpt"
-        trainer.save_checkpoint(path)
-        rank_zero_info(f"Stopped after a whole iteration. {when}:\n  {resume_command(trainer, path)}")
+        trainer.save_checkpoint(path, weights_only=False)
+        return f"Stopped after a whole iteration. {when}:\n  {resume_command(trainer, path)}"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A signal after the last iteration: nothing is left to stop, but the promise to save holds."""
         if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
-            self._save(trainer)
+            _tell(self._save(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop listening."""
@@ -71,10 +74,13 @@ class InterruptCheckpoint(Checkpoint):
         failed = isinstance(exception, (RefreshError, EngineUnavailableError))
         # Other ranks may not have failed, and would not take part.
         if failed and not self._told and trainer.world_size == 1 and _has_learned(trainer):
-            self._save(trainer, "The rollout engine has failed; when it is there again, resume with")
+            _tell(self._save(trainer, "The rollout engine has failed; when it is there again, resume with"))
         if isinstance(exception, KeyboardInterrupt) and not self._told:
             self._told = True
-            rank_zero_info(what_is_left(trainer))
+            self._last_words = what_is_left(trainer)
+        if self._last_words:
+            _tell(self._last_words)
+            self._last_words = ""
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._listens:  # Lightning's teardown puts back the handlers that it found, and this was one
@@ -93,6 +99,11 @@ class InterruptCheckpoint(Checkpoint):
             self._listens = False
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
+
+
+def _tell(text: str) -> None:
+    sys.stdout.flush()  # where both are one file, what was printed before stands before
+    rank_zero_info(text)
 
 
 def _has_learned(trainer: L.Trainer) -> bool:
