@@ -275,7 +275,7 @@ def report(kind: str, layer: Layer, plain: float, speed: float, args: argparse.N
 
 def measure(args: argparse.Namespace, until: float) -> dict[str, dict[tuple[int, int], list[list[Timed]]]]:
     """Candidates of every format, by M and N; what the time does not suffice for is left out."""
-    device = measured_device(args.device)
+    device = torch.device(args.device)
     speed = bandwidth(device)
     print(f"{card(device)}; copy {speed / 1e12:.2f} TB/s; us a product, '=': the reference's bits", flush=True)
     found: dict[str, dict[tuple[int, int], list[list[Timed]]]] = {kind: {} for kind in args.formats}
@@ -325,6 +325,7 @@ def main() -> None:
     if args.compile:
         compile_part(args)
         return
+    measured_device(args.device)
     started = time.monotonic()
     if args.jobs:
         compile_all(args, args.seconds * 0.55)

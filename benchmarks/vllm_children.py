@@ -29,7 +29,7 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
 def require_vllm(args: argparse.Namespace) -> None:
     """End the program where the children would miss vLLM; what another interpreter has is not looked for."""
     if args.vllm_python == sys.executable:
-        require("vllm", "--vllm-path", args.vllm_path)
+        require("vllm", "--vllm-path or --vllm-python", args.vllm_path)
 
 
 def vllm_environment(path: Path | None, **more: str) -> dict[str, str]:

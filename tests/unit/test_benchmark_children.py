@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,28 @@ def test_a_child_that_says_too_little_is_quoted(run):
 
 def test_a_child_that_hangs_is_cut_off(run):
     rows = run((["hang", 1], 2), ([3], 1), limit=3.0, ahead=True)
-    assert [row.get("error") for row in rows] == [
-        "no result within the time limit; it printed last: about to hang"
-    ] * 2 + [None]
+    assert [(row.get("error"), row.get("cut")) for row in rows] == [
+        ("no result within the time limit; it printed last: about to hang", True)
+    ] * 2 + [(None, None)]
 
 
 def test_no_job_begins_when_the_time_is_over(run):
     rows = run((["hang"], 1), ([3], 1), budget=2.0, ahead=True)
-    assert rows[1] == {"of": 1, "error": "not run: 2 s are over"}
+    assert rows[1] == {"of": 1, "error": "not run: 2 s are over", "cut": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "failed"), [({"value": 1}, False), ({"error": "late", "cut": True}, False), ({"error": "lost"}, True)]
+)
+def test_a_row_that_failed_is_an_exit_status_and_one_that_was_cut_is_not(row, failed, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from rows import Record
+
+    record = Record(None, "speed")
+    for each in (row, {"value": 2}):
+        record.add(each)
+    with pytest.raises(SystemExit, match="1") if failed else nullcontext():
+        record.end()
 
 
 def test_rows_are_appended_and_printed(monkeypatch, tmp_path, capsys):

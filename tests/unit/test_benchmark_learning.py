@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "learning.py"
 PAST = ROOT / "benchmarks" / "results" / "2026-11-28_learning_xeon.jsonl"
-learning = SimpleNamespace(**runpy.run_path(str(SCRIPT), run_name="learning"))
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SCRIPT.parent))
+    learning = SimpleNamespace(**runpy.run_path(str(SCRIPT), run_name="learning"))
 SETTINGS = {"epochs": 2, "minibatches": 2, "iterations": 50}
 ROW = {"seconds": 1.0, "pass_at_1": [0.3, 0.5, 0.4], "pass_at_8": [0.7, 0.7, 0.7], "k3": 1e-3, "ess": 0.9}
 
@@ -64,6 +66,7 @@ def test_a_complete_file_is_a_table_without_training(monkeypatch, capsys, tmp_pa
     copy = tmp_path / "rows.jsonl"
     copy.write_bytes(PAST.read_bytes())
     options = ["--rows", str(copy), "--epochs", "2", "--formats", "int3_w3a16_g32", "--ways", "tis", "aligned"]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     monkeypatch.setattr(sys, "argv", ["learning.py", *options])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert copy.read_bytes() == PAST.read_bytes()

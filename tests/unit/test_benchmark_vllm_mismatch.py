@@ -291,9 +291,11 @@ def test_of_many_layers_some_are_shown_and_a_share_is_100_only_when_all_are(monk
 
 def test_the_script_names_what_it_cannot_run(monkeypatch, capsys, tmp_path):
     mismatch, path = benchmark("vllm_mismatch", monkeypatch), tmp_path / "rows.jsonl"
-    options = ["--model", "tiny", "--device", "cpu", "--formats", "unknown", "--seeds", "0", "1", "--tables"]
+    options = ["--model", "missing", "--device", "cpu", "--formats", "none", "--seeds", "0", "1", "--tables"]
     monkeypatch.setattr(sys, "argv", ["vllm_mismatch.py", *options, "--rows", str(path)])
-    mismatch.main()
+    monkeypatch.setattr(mismatch, "require_vllm", lambda args: None)
+    with pytest.raises(SystemExit, match="1"):
+        mismatch.main()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["seed"], row["stage"]) for row in rows] == [(0, mismatch.NO_ENGINE), (1, mismatch.NO_ENGINE)]
     assert re.search("unknown quantization scheme|No module named 'vllm'", rows[0]["error"])
