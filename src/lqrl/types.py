@@ -191,6 +191,27 @@ class Ratio(NamedTuple):
         return self.total / self.count.clamp_min(1e-12)
 
 
+class Maximum(Ratio):
+    """The largest of some values, of which micro-batches and ranks keep the largest.
+
+    Attributes:
+        total: the largest; of none, minus infinity.
+        count: 1; of none, 0.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: object) -> Maximum:
+        if not isinstance(other, Maximum):
+            return NotImplemented
+        return Maximum(torch.maximum(self.total, other.total), torch.maximum(self.count, other.count))
+
+    @property
+    def value(self) -> Tensor:
+        """The largest; 0 of none."""
+        return torch.where(self.count > 0, self.total, 0)
+
+
 class _Rows:
     """Row selection and device moves shared by the ``[B, ...]`` records."""
 

@@ -51,9 +51,8 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     Returns:
         ``mismatch/k1``, ``mismatch/k3``: KL(behavior || old) a token.
         ``mismatch/ratio_mean``, ``mismatch/ratio_square_mean``: moments of ``rho``; the first is 1 without mismatch.
-        ``mismatch/ess``: effective sample size as a share, ``mean^2 / mean of squares``. Over several batches it is the
-        token-weighted mean of theirs, an upper bound; the two moments add up, so their quotient is exact.
-        ``mismatch/log_ratio_max``: over several batches, the mean of their maxima.
+        ``mismatch/ess``: effective sample size as a share, see `effective_share`, which is for several batches.
+        ``mismatch/log_ratio_max``: the largest.
     """
     log_ratio = _log_ratio(old_logprobs, behavior_logprobs, mask)
     ratio = _exp(log_ratio)
@@ -67,6 +66,18 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
         "mismatch/ess": Ratio(effective, mean.count),
         "mismatch/log_ratio_max": masked_max(log_ratio, mask),
     }
+
+
+def effective_share(metrics: dict[str, float]) -> dict[str, float]:
+    """``metrics`` with the effective sample size of all their tokens, ``mean^2 / mean of squares`` of the ratios.
+
+    The moments add up over micro-batches and ranks. The mean of the micro-batches' own shares is an upper bound, and
+    follows how the batch was cut.
+    """
+    mean, square_mean = metrics.get("mismatch/ratio_mean"), metrics.get("mismatch/ratio_square_mean")
+    if not mean or not square_mean:
+        return metrics
+    return metrics | {"mismatch/ess": mean * mean / square_mean}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lqrl.types import Ratio
+from lqrl.types import Maximum, Ratio
 
 ReductionName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
@@ -76,14 +76,11 @@ def masked_ratio(values: Tensor, mask: Tensor) -> Ratio:
     return Ratio(values.detach().float().masked_fill(~mask, 0).sum(), mask.sum().float())
 
 
-def masked_max(values: Tensor, mask: Tensor) -> Ratio:
-    """Largest of ``values`` where ``mask`` is true (0 if nowhere), with count 1.
-
-    A maximum does not add up: over several batches the value of the sum is the mean of their maxima.
-    """
-    floor = torch.finfo(torch.float32).min
-    largest = values.detach().float().masked_fill(~mask, floor).amax() if mask.numel() else mask.new_tensor(floor)
-    return Ratio(torch.where(mask.any(), largest, 0), torch.ones_like(largest))
+def masked_max(values: Tensor, mask: Tensor) -> Maximum:
+    """Largest of ``values`` where ``mask`` is true."""
+    shown = values.detach().float().masked_fill(~mask, -torch.inf)
+    largest = shown.amax() if mask.numel() else shown.new_tensor(-torch.inf)
+    return Maximum(largest, mask.any().float())
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:

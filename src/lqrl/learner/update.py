@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lqrl.algorithms import Correction, KLPenalty, PolicyLoss
+from lqrl.algorithms.correction import effective_share
 from lqrl.learner.seeds import derive_seed
 from lqrl.phases import phase
 from lqrl.quant.triton_use import on_device
 from lqrl.rollouts.batching import microbatches, minibatches
-from lqrl.types import ClipRange, LossOutput, Ratio, TrainBatch
+from lqrl.types import ClipRange, LossOutput, Maximum, Ratio, TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -71,24 +73,32 @@ def all_max(value: Tensor) -> Tensor:
 
 
 def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict[str, float]:
-    """Add micro-batches' and ranks' sums and counts and divide once; one collective for all the numbers."""
+    """Add micro-batches' and ranks' sums and counts and divide once, and find their maxima.
+
+    At most one collective for all sums and one for all maxima.
+    """
     total: dict[str, Ratio] = {}
     for metrics in ratios:
         for name, ratio in metrics.items():
-            pair = Ratio(ratio.total.detach().double().to(device), ratio.count.detach().double().to(device))
+            pair = type(ratio)(*(part.detach().double().to(device) for part in ratio))
             total[name] = total[name] + pair if name in total else pair
-    names = sorted(total)
-    if world_size() > 1:  # a rank with nothing to learn has fewer names
-        gathered: list[list[str]] = [[] for _ in range(world_size())]
-        dist.all_gather_object(gathered, names)
-        names = sorted(set().union(*gathered))
-    if not names:
-        return {}
-    zero = Ratio(
-        torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
-    )
-    sums = all_sum(torch.stack([torch.stack(list(total.get(n, zero))) for n in names]))
-    return {n: float(Ratio(*s).value) for n, s in zip(names, sums, strict=True)}
+    kinds, values = _of_all_ranks({name: type(ratio) for name, ratio in total.items()}), dict[str, float]()
+    for kind, nothing, over_ranks in ((Ratio, 0.0, all_sum), (Maximum, -math.inf, all_max)):
+        names = sorted(name for name, found in kinds.items() if found is kind)
+        if names:
+            none = torch.tensor([nothing, 0.0], dtype=torch.float64, device=device)
+            pairs = over_ranks(torch.stack([torch.stack(tuple(total[n])) if n in total else none for n in names]))
+            values |= {n: float(kind(*pair).value) for n, pair in zip(names, pairs, strict=True)}
+    return effective_share(values)
+
+
+def _of_all_ranks(kinds: dict[str, type[Ratio]]) -> dict[str, type[Ratio]]:
+    """A rank with nothing to learn has fewer names than others."""
+    if world_size() == 1:
+        return kinds
+    gathered: list[dict[str, type[Ratio]]] = [{} for _ in range(world_size())]
+    dist.all_gather_object(gathered, kinds)
+    return {name: kind for each in gathered for name, kind in each.items()}
 
 
 class Part(NamedTuple):
