@@ -68,4 +68,6 @@ def _checked(parse: Callable[[str], object], text: str) -> str:
 def require(package: str, option: str, *folders: Path | None) -> None:
     """End the program where children that look into ``folders`` too, which ``option`` names, would miss ``package``."""
     if find_spec(package) is None and PathFinder.find_spec(package, [str(each) for each in folders if each]) is None:
-        refuse(f"{package} is not installed; install it, say where it is with {option}, or ask for no row that needs it")
+        refuse(
+            f"{package} is not installed; install it, say where it is with {option}, or ask for no row that needs it"
+        )
