@@ -62,8 +62,8 @@ class TorchEngineFactory(EngineFactory):
             and 8 elsewhere. Above 1 the next steps run while the host looks, unless a sample waits for a slot. Samples
             do not depend on it.
         fused: on CUDA, run the layers on fused kernels where these stay within rounding of transformers' layers, see
-            `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels, as the
-            learner's do. In exact mode they are taken where they give the learner's bits, with exact attention.
+            `lqrl.engines.fused_decoder.FusedDecoder`. Without, layers and attention run PyTorch's kernels.
+            In exact mode they are taken where they give the learner's bits, with exact attention.
             Changes nothing on a CPU.
         cuda_graphs: on CUDA, capture each decode step once and replay it, see `lqrl.engines.stepper.Stepper`. Changes
             nothing on a CPU.
