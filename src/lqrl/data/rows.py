@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lqrl.extras import pip_install
+
 Row = dict[str, Any]
 
 
@@ -136,8 +138,8 @@ class HubDataset(RowSource):
             from datasets import load_dataset
         except ImportError as error:
             raise ImportError(
-                f"dataset {self.name} needs the package datasets: pip install datasets, or save the rows as a file and "
-                "use JsonLines"
+                f"dataset {self.name} needs the package datasets: {pip_install('datasets')}, or save the rows as a "
+                "file and use JsonLines"
             ) from error
         dataset = load_dataset(self.name, self.config, split=self.split, revision=self.revision)
         if len(dataset) == 0:

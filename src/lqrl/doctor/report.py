@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from lqrl.extras import pip_install
+
 Status = Literal["ok", "emulated", "missing", "FAILED"]
 """Works as it is meant to; gives the right results on a slower way; is not there; is there and gives wrong results."""
 
@@ -81,7 +83,7 @@ def attempt(name: str, test: Callable[..., Row], *args: Any, remedy: str = WHERE
     except ModuleNotFoundError as error:
         package = _absent(error)
         if package is not None:
-            return Row(name, "missing", f"needs {package}", f"pip install {package}")
+            return Row(name, "missing", f"needs {package}", pip_install(package))
         return _failed(name, error, remedy)
     except (Exception, SystemExit) as error:  # a package may give up the whole process when it is imported
         return _failed(name, error, remedy)

@@ -28,8 +28,8 @@ def import_vllm(*, allow_untested: bool = False) -> ModuleType:
         vllm = import_module("vllm")
     except ImportError as error:
         raise ImportError(
-            f"the vLLM engine needs vLLM, which cannot be imported ({error}); pip install 'lqrl[vllm]', or take "
-            "lqrl.engines.TorchEngineFactory"
+            f"the vLLM engine needs vLLM, which cannot be imported ({error}): pip install 'vllm{TESTED}' "
+            "in an environment of its own (docs/vllm.md), or take lqrl.engines.TorchEngineFactory"
         ) from error
     if not allow_untested:
         check_version(vllm.__version__)
@@ -66,6 +66,7 @@ def check_version(version: str) -> None:
     if not FIRST <= parse_version(version) <= LAST:
         first, last = (".".join(map(str, v)) for v in (FIRST, LAST))
         raise EngineUnavailableError(
-            f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm{TESTED}', "
-            "or set allow_untested_version: true and run tests/integration/test_vllm_*.py"
+            f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm{TESTED}' "
+            "in an environment of its own (docs/vllm.md), or set allow_untested_version: true and run "
+            "tests/integration/test_vllm_*.py"
         )
