@@ -220,7 +220,7 @@ def test_bad_requests_name_the_fix(prompt: Prompt, params: SamplingParams, messa
 
 
 def test_a_cache_smaller_than_one_sample_is_an_error() -> None:
-    with pytest.raises(ValueError, match="kv_cache_tokens=8 holds fewer"):
+    with pytest.raises(ValueError, match="kv_cache_tokens=8 holds 8: raise it"):
         engine(kv_cache_tokens=8).generate(PROMPTS[:1], SamplingParams(max_tokens=7), seed=0)
 
 

@@ -297,5 +297,5 @@ def test_a_share_of_the_card_bounds_the_cache() -> None:
     bounded = engine(device, gpu_memory_utilization=share)
     assert_same(samples(bounded, 0), samples(engine(device, max_num_seqs=3), 0))
     assert 0 < bounded.cache_bytes <= share * card - probe.decoder.weight_bytes
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.*, less the weights, holds fewer: 0"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.*, less the weights, holds 0: raise it"):
         samples(engine(device, gpu_memory_utilization=1e-9), 0)

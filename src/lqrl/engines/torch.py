@@ -263,7 +263,7 @@ class TorchEngine(RolloutEngine):
         for name, budget in self._budgets().items():
             if budget < length:
                 raise ValueError(
-                    f"a sample may take {length} tokens (longest prompt + max_tokens), {name} holds fewer: {budget}"
+                    f"a sample may take {length} tokens (longest prompt + max_tokens), {name} holds {budget}: raise it"
                 )
             slots = budget // length
             if self.options.cuda_graphs and self.spec.device.type == "cuda":

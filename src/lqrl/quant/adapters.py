@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lqrl.extras import pip_install
 from lqrl.quant.linear import AlignedLinear, QuantizedLinear
 from lqrl.quant.lora import ADAPTER_NAME, AdaptedLinear, Lora, LoraLinear, MergedLinear
 from lqrl.quant.methods import FullPrecision
@@ -37,7 +38,7 @@ def add_adapters_(model: nn.Module, lora: Lora, *, export_dtype: torch.dtype, se
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import Linear as PeftLinear
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Lora needs peft: pip install 'lqrl[peft]'") from error
+        raise ModuleNotFoundError(f"Lora needs peft: {pip_install('peft')}") from error
 
     names = lora.targets(model)
     config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=names)  # pyright: ignore[reportArgumentType]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lqrl.extras import pip_install
 from lqrl.quant.methods.weight_only import WeightOnly
 
 NF4_BLOCK = 64
@@ -82,5 +83,5 @@ def _quantize_4bit() -> Callable[..., tuple[Tensor, Any]]:
     try:
         from bitsandbytes.functional import quantize_4bit
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("nf4 needs bitsandbytes: pip install 'lqrl[bnb]'") from error
+        raise ModuleNotFoundError(f"nf4 needs bitsandbytes: {pip_install('bitsandbytes')}") from error
     return quantize_4bit
