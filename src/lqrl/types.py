@@ -121,7 +121,7 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_k must be >= 0, got {self.top_k}; use 0 to keep every token")
         if self.max_tokens < 1:
             raise ValueError(f"SamplingParams.max_tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.first_sample <= 2**63 - max(counts):
+        if not 0 <= self.first_sample <= 2**63 - max(counts, default=0):
             raise ValueError(
                 f"SamplingParams.first_sample must be at least 0 and its samples must fit 64 bits, got "
                 f"{self.first_sample}; 0 is the first sample"
@@ -181,7 +181,7 @@ class Ratio(NamedTuple):
     count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - a tuple's count() is never wanted here
 
     def __add__(self, other: object) -> Ratio:
-        if not isinstance(other, Ratio):
+        if not isinstance(other, Ratio) or isinstance(other, Maximum):
             return NotImplemented
         return Ratio(self.total + other.total, self.count + other.count)
 

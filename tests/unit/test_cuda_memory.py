@@ -104,7 +104,7 @@ def test_a_fault_in_the_middle_of_mapping_is_undone(fake: Fake, call: str, after
 
 def test_an_interrupt_at_any_line_leaves_nothing_behind(fake: Fake) -> None:
     """Neither of mapping nor of unmapping: the next call finds its way, whatever was done and noted by then."""
-    functions = {MappedRange.map.__code__, MappedRange.unmap.__code__}
+    functions = {f.__code__ for f in (MappedRange.map, MappedRange.unmap, Driver.map, Driver.unmap)}
     for first in (MappedRange.map, MappedRange.unmap):
         for then in (MappedRange.map, MappedRange.unmap):
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
 
 from lqrl.algorithms import TokenTIS
 from lqrl.algorithms.correction import effective_share
-from lqrl.learner.update import sum_ratios
-from lqrl.types import Maximum
+from lqrl.learner.update import all_max, sum_ratios
+from lqrl.types import Maximum, Ratio
 
 CPU = torch.device("cpu")
 
@@ -49,3 +54,35 @@ def test_a_share_needs_both_moments() -> None:
     assert effective_share({"mismatch/ratio_mean": 1.0}) == {"mismatch/ratio_mean": 1.0}
     moments = {"mismatch/ratio_mean": 2.0, "mismatch/ratio_square_mean": 8.0, "mismatch/ess": 0.9}
     assert effective_share(moments)["mismatch/ess"] == 0.5
+
+
+class Percent(Ratio):
+    """What a loss of one's own may return."""
+
+
+def test_a_ratio_of_ones_own_is_a_ratio() -> None:
+    one, three = Percent(torch.tensor(1.0), torch.tensor(2.0)), Percent(torch.tensor(3.0), torch.tensor(2.0))
+    assert sum_ratios([{"m": one}], CPU) == {"m": 0.5}
+    assert sum_ratios([{"m": one}, {"m": three}], CPU) == {"m": 1.0}
+    largest = Maximum(torch.tensor(1.0), torch.tensor(1.0))
+    for pair in ((one, largest), (largest, one)):
+        with pytest.raises(TypeError):
+            pair[0] + pair[1]
+
+
+def _of_a_rank(rank: int, store: str, nan_at: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    try:
+        value = torch.tensor(math.nan if rank == nan_at else rank - 5.0)
+        own = {"largest": Maximum(value, torch.tensor(1.0)), "mean": Ratio(torch.tensor(rank + 1.0), torch.tensor(1.0))}
+        metrics = sum_ratios([own] if rank != 1 else [], CPU)  # the second rank has nothing to learn
+        assert metrics["mean"] == 2.0
+        assert math.isnan(metrics["largest"]) if nan_at >= 0 else metrics["largest"] == -3.0
+        assert all_max(torch.tensor([1.0 * rank, -rank])).tolist() == [2.0, 0.0]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("nan_at", [-1, 0, 2])
+def test_maxima_over_ranks(nan_at: int, tmp_path: Path) -> None:
+    spawn(_of_a_rank, (str(tmp_path / "store"), nan_at), nprocs=3)

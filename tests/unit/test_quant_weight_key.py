@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lqrl.quant.linear import AlignedLinear
 from lqrl.quant.methods import IntegerGemm
-from lqrl.quant.weight_key import serial, weight_key, weights_stamp
+from lqrl.quant.weight_key import identity, weight_key, weights_stamp
 
 FORMAT = IntegerGemm()
 
@@ -74,12 +74,30 @@ def test_weights_that_stand_in_for_the_layers_own():
     assert torch.equal(product(own), layer(x))
 
 
-def test_a_key_is_of_one_tensor():
-    a, b = torch.zeros(3), torch.zeros(3)
-    assert serial(a) == serial(a) != serial(b)
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
+def test_a_key_is_of_one_tensor(kind, tmp_path):
+    a, b = kind(torch.zeros(3)), kind(torch.zeros(3))
+    assert identity(a) == identity(a) != identity(b)
     assert weight_key([a]) == weight_key([a]) != weight_key([b])
-    assert serial(copy.deepcopy(nn.Parameter(a))) != serial(a)
-    assert len({serial(torch.zeros(3)) for _ in range(100)}) == 100
+    torch.save({"a": a}, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)["a"]
+    assert b"lqrl.quant" not in (tmp_path / "a.pt").read_bytes()
+    for other in (copy.deepcopy(a), copy.copy(a), pickle.loads(pickle.dumps(a)), loaded):
+        assert torch.equal(other, a)
+        assert identity(other) != identity(a)
+
+
+def test_copies_that_stand_in_for_the_layers_own():
+    torch.manual_seed(0)
+    layer = AlignedLinear(nn.Linear(64, 48, bias=False), FORMAT, torch.float32)
+    base, x = torch.randn(48, 64), torch.randn(4, 64)
+    for _ in range(40):
+        for weight in (copy.deepcopy(base), pickle.loads(pickle.dumps(nn.Parameter(base)))):
+            fresh = AlignedLinear(nn.Linear(64, 48, bias=False), FORMAT, torch.float32)
+            fresh.weight = nn.Parameter(weight.detach().clone())
+            assert torch.equal(torch.func.functional_call(layer, {"weight": weight}, (x,)), fresh(x))
+            weight_key([base])  # what is copied next has been seen
+        base.normal_()
 
 
 def test_copies_and_pickles_of_a_layer_that_has_run():

@@ -56,6 +56,17 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
+class _Physical:
+    """Memory of a GPU; its owner is the mapping, when this is gone: also by an interrupt between two lines."""
+
+    def __init__(self, calls: Driver) -> None:
+        self._calls, self.handle = calls, _Handle()
+
+    def __del__(self) -> None:
+        if self.handle.value:
+            self._calls.release(self.handle)
+
+
 class Driver(CudaDriver):
     """The driver's calls for virtual memory."""
 
@@ -87,12 +98,13 @@ class Driver(CudaDriver):
 
     def map(self, address: int, size: int, device: int) -> None:
         """Put new memory of ``device`` behind an address; it lives until `unmap`."""
-        handle = _Handle()
-        self._call("cuMemCreate", ctypes.byref(handle), size, _pointer(_properties(device)), 0)
-        try:
-            self._call("cuMemMap", address, size, 0, handle, 0)
-        finally:
-            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+        memory = _Physical(self)
+        self._call("cuMemCreate", ctypes.byref(memory.handle), size, _pointer(_properties(device)), 0)
+        self._call("cuMemMap", address, size, 0, memory.handle, 0)  # and keeps the memory
+
+    def release(self, handle: ctypes.c_uint64) -> None:
+        """Give physical memory up; mappings keep it."""
+        self._call("cuMemRelease", handle)
 
     def allow(self, address: int, size: int, device: int) -> None:
         """Let ``device`` read and write what is mapped."""

@@ -25,11 +25,11 @@ class SentOnce:
         digests: of each, as the learner exported it.
     """
 
-    stamp: tuple[int, ...]
+    stamp: tuple[object, ...]
     digests: Digests
 
 
-def frozen_stamp(policy: nn.Module) -> tuple[int, ...]:
+def frozen_stamp(policy: nn.Module) -> tuple[object, ...]:
     """`weights_stamp` of the frozen parameters: another, too, when one is frozen, thawed or replaced."""
     return weights_stamp(p for p in policy.parameters() if not p.requires_grad)
 

@@ -145,7 +145,7 @@ class PolicyModule(L.LightningModule):
         self.beliefs: Beliefs | None = None
         self.watch: Watch | None = None
         self.calibration_prompts: Sequence[Prompt] = ()
-        self.shipped: dict[str, tuple[int, ...]] = {}
+        self.shipped: dict[str, tuple[object, ...]] = {}
         self.sent_once: SentOnce | None = None
         self.full_engine: RolloutEngine | None = None
         self._scorer: list[Scorer] = []  # lists keep a second name of the policy, and the reference, out of state_dict

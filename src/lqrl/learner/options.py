@@ -135,8 +135,11 @@ def check_cache(module: PolicyModule) -> None:
     data, engine = vars(module.trainer).get("datamodule"), module.engine_factory
     if not (isinstance(data, PromptDataModule) and isinstance(engine, TorchEngineFactory) and engine.kv_cache_tokens):
         return
-    sets = [prompts.prompts for prompts in (data.train_prompts, data.val_prompts) if prompts is not None]
-    longest = max((len(prompt.input_ids) for prompts in sets for prompt in prompts), default=0)
+    trainer = module.trainer
+    drawn = [data.train_prompts] if trainer.state.fn == "fit" else []
+    if trainer.limit_val_batches != 0:
+        drawn.append(data.val_prompts)
+    longest = max((len(p.input_ids) for source in drawn if source is not None for p in source.prompts), default=0)
     if engine.kv_cache_tokens < longest + module.sampling.max_tokens:
         raise ValueError(
             f"model.init_args.engine.init_args.kv_cache_tokens is {engine.kv_cache_tokens}, but a sample may take "

@@ -65,10 +65,12 @@ def all_sum(value: Tensor) -> Tensor:
 
 
 def all_max(value: Tensor) -> Tensor:
-    """Maximum over ranks, element by element; the value itself with one process."""
+    """Maximum over ranks, element by element, NaN if one of them is; the value itself with one process."""
     if world_size() > 1:
-        value = value.clone()
-        dist.all_reduce(value, dist.ReduceOp.MAX)
+        nan = value.isnan()  # which backends compare as they like
+        both = torch.stack([value.masked_fill(nan, -math.inf), nan.to(value.dtype)])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        value = both[0].masked_fill(both[1] > 0, math.nan)
     return value
 
 
@@ -80,11 +82,13 @@ def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict
     total: dict[str, Ratio] = {}
     for metrics in ratios:
         for name, ratio in metrics.items():
-            pair = type(ratio)(*(part.detach().double().to(device) for part in ratio))
+            kind = Maximum if isinstance(ratio, Maximum) else Ratio
+            pair = kind(*(part.detach().double().to(device) for part in ratio))
             total[name] = total[name] + pair if name in total else pair
-    kinds, values = _of_all_ranks({name: type(ratio) for name, ratio in total.items()}), dict[str, float]()
+    all_names = _of_all_ranks({name: isinstance(ratio, Maximum) for name, ratio in total.items()})
+    values: dict[str, float] = {}
     for kind, nothing, over_ranks in ((Ratio, 0.0, all_sum), (Maximum, -math.inf, all_max)):
-        names = sorted(name for name, found in kinds.items() if found is kind)
+        names = sorted(name for name, largest in all_names.items() if largest == (kind is Maximum))
         if names:
             none = torch.tensor([nothing, 0.0], dtype=torch.float64, device=device)
             pairs = over_ranks(torch.stack([torch.stack(tuple(total[n])) if n in total else none for n in names]))
@@ -92,12 +96,12 @@ def sum_ratios(ratios: Iterable[dict[str, Ratio]], device: torch.device) -> dict
     return effective_share(values)
 
 
-def _of_all_ranks(kinds: dict[str, type[Ratio]]) -> dict[str, type[Ratio]]:
-    """A rank with nothing to learn has fewer names than others."""
+def _of_all_ranks(largest: dict[str, bool]) -> dict[str, bool]:
+    """Every name of any rank, and whether it is a maximum: one with nothing to learn has fewer than others."""
     if world_size() == 1:
-        return kinds
-    gathered: list[dict[str, type[Ratio]]] = [{} for _ in range(world_size())]
-    dist.all_gather_object(gathered, kinds)
+        return largest
+    gathered: list[dict[str, bool]] = [{} for _ in range(world_size())]
+    dist.all_gather_object(gathered, largest)
     return {name: kind for each in gathered for name, kind in each.items()}
 
 

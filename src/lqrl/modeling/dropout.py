@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 _WORDS = ("drop", "jitter", "noise")  # of config keys
@@ -46,14 +46,21 @@ def _may_be_random(key: str, value: object) -> bool:
 
 def _is_random(model: nn.Module, run: Callable[[], None]) -> bool:
     """Whether a pass in training mode draws random numbers, or is refused by `lqrl.modeling.attention`."""
-    training = model.training
+    training = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    on_cuda = device.type == "cuda"
+
+    def state() -> Tensor:
+        return torch.cuda.get_rng_state(device) if on_cuda else torch.get_rng_state()
+
     model.train()
     try:
-        with torch.random.fork_rng(devices=[]):  # models are loaded on the CPU
-            before = torch.get_rng_state()
+        with torch.random.fork_rng(devices=[device] if on_cuda else []):
+            before = state()
             run()
-            return not torch.equal(before, torch.get_rng_state())
+            return not torch.equal(before, state())
     except NotImplementedError:  # dropout of the attention
         return True
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode

@@ -21,7 +21,7 @@ from lqrl.quant.codes import CodeModule
 from lqrl.quant.linear import BackwardMode, Quantized, straight_through
 from lqrl.quant.methods import LinearMethod
 from lqrl.quant.moe import PROJECTIONS, check_layout
-from lqrl.quant.weight_key import count_invalidation, weight_key
+from lqrl.quant.weight_key import check_counts_changes, count_invalidation, weight_key
 
 ExpertFn = Callable[[int, Tensor], Tensor]
 _AT_ONCE = 16  # experts quantized in one call: few launches, bounded memory
@@ -142,7 +142,7 @@ def _differs(experts: nn.Module, count: int, width: int = 16, tokens: int = 8) -
 
 @dataclass(frozen=True)
 class _Stack:
-    key: tuple[int, ...]
+    key: tuple[object, ...]
     tensors: dict[str, Tensor]
     experts: list[Quantized]
 
@@ -174,6 +174,7 @@ class AlignedExperts(nn.Module):
     ) -> None:
         super().__init__()
         for projection in PROJECTIONS:
+            check_counts_changes(experts.get_parameter(projection))
             self.register_parameter(projection, experts.get_parameter(projection))
         self.act_fn = experts.get_submodule("act_fn")
         self.method = method

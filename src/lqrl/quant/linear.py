@@ -20,7 +20,7 @@ from lqrl.quant.codes import CodeModule
 from lqrl.quant.low_rank import Factor, low_rank
 from lqrl.quant.methods.base import Coded, LinearMethod, Operands, TokenCodes
 from lqrl.quant.numerics import shared_amax
-from lqrl.quant.weight_key import count_invalidation, weight_key
+from lqrl.quant.weight_key import check_counts_changes, count_invalidation, weight_key
 
 BackwardMode = Literal["high_precision", "dequantized"]
 
@@ -29,7 +29,7 @@ BackwardMode = Literal["high_precision", "dequantized"]
 class Quantized:
     """A weight's codes as they are shipped, and the `weight_key` they were made at."""
 
-    key: tuple[int, ...]
+    key: tuple[object, ...]
     method: LinearMethod
     tensors: dict[str, Tensor]
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class _Held:
     """What a layer made of its weight; apart from the module, which takes its time to set an attribute."""
 
     codes: Quantized | None = None
-    amax: tuple[tuple[int, ...], Tensor] | None = None  # of all siblings, and the key it was made at
+    amax: tuple[tuple[object, ...], Tensor] | None = None  # of all siblings, and the key it was made at
 
 
 class AlignedLinear(nn.Linear):
@@ -116,8 +116,9 @@ class AlignedLinear(nn.Linear):
     (``dequantized``).
 
     The codes are computed once per optimizer step and shared by micro-batches and by the export. In-place changes
-    outside an optimizer step are noticed by the weight's version, and so is another tensor in its place; only a write
-    through ``weight.data`` or a NumPy array that happens outside an optimizer is not, call `invalidate` after one.
+    outside an optimizer step are noticed by the weight's version, and so is another tensor in its place. A write
+    through ``weight.data`` or a NumPy array outside an optimizer is not, nor every assignment to ``weight.data``: call
+    `invalidate` after one.
 
     Args:
         linear: the layer to replace; its parameters are taken over, not copied.
@@ -136,11 +137,10 @@ class AlignedLinear(nn.Linear):
         export_dtype: torch.dtype,
         backward: BackwardMode = "high_precision",
     ) -> None:
-        if linear.weight.is_inference():
-            raise RuntimeError("make the learner outside torch.inference_mode(), whose tensors count no changes")
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        check_counts_changes(linear.weight)
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self.method = method
@@ -155,7 +155,7 @@ class AlignedLinear(nn.Linear):
         self._siblings = tuple(siblings)
         self.invalidate()
 
-    def _key(self) -> tuple[int, ...]:
+    def _key(self) -> tuple[object, ...]:
         if not self._siblings:
             return weight_key(self.sources())
         return weight_key([source for layer in self._siblings or (self,) for source in layer.sources()])
@@ -169,7 +169,7 @@ class AlignedLinear(nn.Linear):
                 held.codes = Quantized(key, self.method, tensors, self.export_dtype)
         return held.codes
 
-    def _shared_amax(self, key: tuple[int, ...]) -> Tensor | None:
+    def _shared_amax(self, key: tuple[object, ...]) -> Tensor | None:
         held = self._held
         if self._siblings and (held.amax is None or held.amax[0] != key):
             amax = shared_amax([sibling.exported_weight() for sibling in self._siblings])
@@ -240,7 +240,7 @@ def quantize_layers(layers: Sequence[AlignedLinear]) -> dict[AlignedLinear, dict
         What `AlignedLinear.quantized_weight` gives, of those that are up to date.
     """
     found: dict[AlignedLinear, dict[str, Tensor]] = {}
-    stale: dict[tuple[LinearMethod, torch.dtype], list[tuple[AlignedLinear, tuple[int, ...]]]] = {}
+    stale: dict[tuple[LinearMethod, torch.dtype], list[tuple[AlignedLinear, tuple[object, ...]]]] = {}
     for layer in layers:
         if layer._siblings or len(layer.sources()) != 1:
             continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -35,42 +35,60 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-_NAME = "_lqrl_serial"
-_serials = count(1)
+_NAME = "_lqrl_identity"
 
 
-def serial(tensor: Tensor) -> int:
-    """A number that no other tensor has: ids and addresses are used again, and every new tensor begins at version 0.
+class Identity:
+    """Of one tensor, by its ``id``: equal to itself alone. Deep copies and files hold an empty dict in its place."""
 
-    The tensor carries it, since `torch.utils.swap_tensors` refuses what has weak references; it swaps numbers too. A
-    copy may carry its original's, and then has what that had at version 0.
+    __slots__ = ("of",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.of = id(tensor)
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
+        return OrderedDict, ()  # a file can be read without this library, and with ``weights_only``
+
+
+def identity(tensor: Tensor) -> Identity:
+    """What no other tensor has: ids and addresses are used again, and every new tensor begins at version 0.
+
+    The tensor carries it, since `torch.utils.swap_tensors` refuses tensors with weak references; what has come to
+    carry another's gets one of its own.
     """
-    number: int | None = getattr(tensor, _NAME, None)
-    if number is None:
-        number = next(_serials)
-        setattr(tensor, _NAME, number)
-    return number
+    own = getattr(tensor, _NAME, None)
+    if not isinstance(own, Identity) or own.of != id(tensor):
+        own = Identity(tensor)
+        setattr(tensor, _NAME, own)
+    return own
 
 
-def weight_key(weights: Sequence[Tensor]) -> tuple[int, ...]:
+def check_counts_changes(weight: Tensor) -> None:
+    """Refuse, by a RuntimeError, a weight that was made in inference mode: it counts no changes."""
+    if weight.is_inference():
+        raise RuntimeError("make the learner outside torch.inference_mode(), whose tensors count no changes")
+
+
+def weight_key(weights: Sequence[Tensor]) -> tuple[object, ...]:
     """Another value once ``weights`` may have changed: which they are, their versions and addresses, and the steps.
 
     Optimizer steps do not count for frozen weights, whose codes are made once.
     """
     key, steps = [], 0
     for weight in weights:  # no generators: an export asks this for every layer
-        key += (weight._version, weight.data_ptr(), serial(weight))
+        key += (weight._version, weight.data_ptr(), identity(weight))
         if weight.requires_grad:
             steps = _optimizer_steps
     return (*key, steps)
 
 
-def weights_stamp(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+def weights_stamp(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     """Changes with every write to one of ``tensors``, and with one that takes the place of another.
 
-    Not with a write through ``tensor.data`` outside an optimizer, unless an aligned layer's ``invalidate`` follows.
+    Not with a write through ``tensor.data`` outside an optimizer, or to the local part of a DTensor, unless an aligned
+    layer's ``invalidate`` follows.
     """
-    stamp = [invalidations()]
+    stamp: list[object] = [invalidations()]
     for tensor in tensors:
-        stamp += (tensor._version, tensor.data_ptr(), serial(tensor))
+        stamp += (tensor._version, tensor.data_ptr(), identity(tensor))
     return tuple(stamp)
