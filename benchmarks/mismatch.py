@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="asset:countdown_policy")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--exact", action="store_true", help="engine and aligned learner in exact mode")
-    parser.add_argument("--unfused", action="store_true", help="the engine's layers run the learner's kernels")
+    parser.add_argument("--unfused", action="store_true", help="the engine's layers run PyTorch's kernels")
     parser.add_argument("--transform", default="none", choices=list(TRANSFORMS), help="folded in before all else")
     parser.add_argument("--prompts", type=positive, default=64)
     parser.add_argument("--samples", type=positive, default=8)

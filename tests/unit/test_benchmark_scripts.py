@@ -78,6 +78,14 @@ def test_a_package_that_the_children_would_miss_is_named_with_its_option(monkeyp
     import_module("options").require("trl", "--trl-path", None, tmp_path)
 
 
+@pytest.mark.skipif(util.find_spec("vllm") is not None, reason="vLLM is here")
+@pytest.mark.parametrize("script", ["vllm_refresh", "vllm_transport"])
+def test_without_vllm_no_child_is_started(script, monkeypatch, capsys):
+    said = refusal(script, ["--model", "tiny", "--device", "cpu", "--formats", "none"], monkeypatch, capsys)
+    assert "vllm is not installed" in said
+    assert "--vllm-python" in said
+
+
 def refusal(script: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:
     """What a script says that ends with the status of a wrong option, having printed nothing else."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

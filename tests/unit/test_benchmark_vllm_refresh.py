@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,3 @@ def test_a_direct_refresh_is_compared_with_the_reload_of_its_format(benchmark, c
     assert rows[1][4] == "10.0"
     assert rows[1][7] == "NO"
     assert rows[2][-1] == "declined"
-
-
-@pytest.mark.skipif(util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_without_vllm_no_child_is_started(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vllm_refresh.py", "--model", "tiny", "--device", "cpu", "--formats", "none"])
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main()
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert "vllm is not installed" in said.err
-    assert "--vllm-python" in said.err
-    assert not said.out

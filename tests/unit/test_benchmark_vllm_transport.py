@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -52,15 +51,3 @@ def test_files_are_compared_with_the_same_way_through_memory(benchmark, capsys):
 def test_files_go_where_there_is_room(benchmark):
     assert benchmark.room_for(2**60) != "/dev/shm"
     assert Path(benchmark.room_for(1)).is_dir()
-
-
-@pytest.mark.skipif(util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_without_vllm_no_child_is_started(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vllm_transport.py", "--model", "tiny", "--device", "cpu", "--formats", "none"])
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main()
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert "vllm is not installed" in said.err
-    assert "--vllm-python" in said.err
-    assert not said.out

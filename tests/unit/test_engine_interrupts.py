@@ -83,11 +83,12 @@ def _restored_full_of_nan(memory: HostMemory) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_cache_interrupted_while_it_makes_room(keep: bool) -> None:
+@pytest.mark.parametrize("before", [(2, 8), (16, 10)], ids=["less", "more"])
+def test_a_cache_interrupted_while_it_makes_room(before: tuple[int, int], keep: bool) -> None:
     def growing() -> Callable[[], object]:
         nonlocal cache
         cache = SlotCache([SHAPE], torch.float32, torch.device("cpu"), releasable=True)
-        cache.reserve(2, 8, keep=keep)
+        cache.reserve(*before, keep=keep)
         return lambda: cache.reserve(4, 16, keep=keep)
 
     cache = SlotCache([SHAPE], torch.float32, torch.device("cpu"))

@@ -34,12 +34,12 @@ def required_section() -> Section:
     """Python, and what installing lqrl brings."""
     rows = [Row("python", "ok", f"{platform.python_version()}, {sys.executable}")]
     try:
-        declared = [text for text in metadata.requires("lqrl") or () if "extra ==" not in text]
+        texts = [text for text in metadata.requires("lqrl") or () if "extra ==" not in text]
     except metadata.PackageNotFoundError:
-        declared = list(_UNDECLARED)
+        texts = list(_UNDECLARED)
         found = "a source tree without metadata: the versions below are not compared"
         rows.append(Row("lqrl", "missing", found, "pip install -e ."))
-    return Section("packages", (*rows, *(attempt(_name_of(text), _required, text) for text in declared)))
+    return Section("packages", (*rows, *(attempt(_name_of(text), _required, text) for text in texts)))
 
 
 def optional_section() -> Section:

@@ -140,11 +140,12 @@ def check_cache(module: PolicyModule) -> None:
     if trainer.limit_val_batches != 0:
         drawn.append(data.val_prompts)
     longest = max((len(p.input_ids) for source in drawn if source is not None for p in source.prompts), default=0)
-    if engine.kv_cache_tokens < longest + module.sampling.max_tokens:
+    needed = longest + module.sampling.max_tokens
+    if engine.kv_cache_tokens < needed:
         raise ValueError(
             f"model.init_args.engine.init_args.kv_cache_tokens is {engine.kv_cache_tokens}, but a sample may take "
-            f"{longest + module.sampling.max_tokens} (the longest prompt has {longest} tokens, and max_tokens is "
-            f"{module.sampling.max_tokens}): set it to {longest + module.sampling.max_tokens} at least, or to null"
+            f"{needed} (the longest prompt has {longest} tokens, and max_tokens is {module.sampling.max_tokens}): set "
+            f"it to {needed} at least, or to null"
         )
 
 

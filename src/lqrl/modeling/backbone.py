@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lqrl.modeling.attention import AttentionContext, KVHook, NoContextError, PackedContext, register_attention
 from lqrl.modeling.dropout import check_dropout
+from lqrl.modeling.mode import in_mode
 from lqrl.modeling.sources import load_pretrained
 from lqrl.quant.triton_use import on_device
 
@@ -145,12 +146,9 @@ def _check_rope(architecture: str, rope: dict[str, object]) -> None:
 
 def attention_shapes(model: PreTrainedModel) -> dict[int, AttentionShape]:
     """Heads and widths of each layer that calls the shared attention, found by running two tokens through ``model``."""
-    training, probe = model.training, _Probe()
-    model.eval()
-    try:
+    probe = _Probe()
+    with in_mode(model, training=False):
         _run_two_tokens(model, probe)
-    finally:
-        model.train(training)
     return probe.shapes
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lqrl.modeling.mode import in_mode
+
 _WORDS = ("drop", "jitter", "noise")  # of config keys
 _OF_OTHER_HEADS = ("classifier", "summary")
 
@@ -46,21 +48,16 @@ def _may_be_random(key: str, value: object) -> bool:
 
 def _is_random(model: nn.Module, run: Callable[[], None]) -> bool:
     """Whether a pass in training mode draws random numbers, or is refused by `lqrl.modeling.attention`."""
-    training = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     on_cuda = device.type == "cuda"
 
     def state() -> Tensor:
         return torch.cuda.get_rng_state(device) if on_cuda else torch.get_rng_state()
 
-    model.train()
-    try:
-        with torch.random.fork_rng(devices=[device] if on_cuda else []):
-            before = state()
+    with in_mode(model, training=True), torch.random.fork_rng(devices=[device] if on_cuda else []):
+        before = state()
+        try:
             run()
-            return not torch.equal(before, state())
-    except NotImplementedError:  # dropout of the attention
-        return True
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+        except NotImplementedError:  # dropout of the attention
+            return True
+        return not torch.equal(before, state())

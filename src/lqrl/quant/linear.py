@@ -158,7 +158,7 @@ class AlignedLinear(nn.Linear):
     def _key(self) -> tuple[object, ...]:
         if not self._siblings:
             return weight_key(self.sources())
-        return weight_key([source for layer in self._siblings or (self,) for source in layer.sources()])
+        return weight_key([source for layer in self._siblings for source in layer.sources()])
 
     def _quantized(self) -> Quantized:
         key, held = self._key(), self._held

@@ -69,14 +69,20 @@ def check_counts_changes(weight: Tensor) -> None:
         raise RuntimeError("make the learner outside torch.inference_mode(), whose tensors count no changes")
 
 
+def _state(tensor: Tensor) -> tuple[object, ...]:
+    """Another value once ``tensor`` may hold something else, and for every other tensor."""
+    return tensor._version, tensor.data_ptr(), identity(tensor)
+
+
 def weight_key(weights: Sequence[Tensor]) -> tuple[object, ...]:
     """Another value once ``weights`` may have changed: which they are, their versions and addresses, and the steps.
 
     Optimizer steps do not count for frozen weights, whose codes are made once.
     """
-    key, steps = [], 0
+    key: list[object] = []
+    steps = 0
     for weight in weights:  # no generators: an export asks this for every layer
-        key += (weight._version, weight.data_ptr(), identity(weight))
+        key += _state(weight)
         if weight.requires_grad:
             steps = _optimizer_steps
     return (*key, steps)
@@ -90,5 +96,5 @@ def weights_stamp(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     """
     stamp: list[object] = [invalidations()]
     for tensor in tensors:
-        stamp += (tensor._version, tensor.data_ptr(), identity(tensor))
+        stamp += _state(tensor)
     return tuple(stamp)

@@ -7,11 +7,18 @@ from importlib import import_module
 from types import ModuleType
 
 from lqrl.engines.base import EngineUnavailableError
+from lqrl.extras import pip_install
 
 FIRST, LAST = (0, 26), (0, 32)
 """Minor releases that the tests ran with: 0.26 on an H100, 0.32 on a CPU. The ends are tested."""
 TESTED = f">={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"
 """The same as pip takes it."""
+
+
+def _install() -> str:
+    from packaging.requirements import Requirement
+
+    return pip_install(Requirement(f"vllm{TESTED}"))
 
 
 def import_vllm(*, allow_untested: bool = False) -> ModuleType:
@@ -28,8 +35,8 @@ def import_vllm(*, allow_untested: bool = False) -> ModuleType:
         vllm = import_module("vllm")
     except ImportError as error:
         raise ImportError(
-            f"the vLLM engine needs vLLM, which cannot be imported ({error}): pip install 'vllm{TESTED}' "
-            "in an environment of its own (docs/vllm.md), or take lqrl.engines.TorchEngineFactory"
+            f"the vLLM engine needs vLLM, which cannot be imported ({error}): {_install()}, or take "
+            "lqrl.engines.TorchEngineFactory"
         ) from error
     if not allow_untested:
         check_version(vllm.__version__)
@@ -66,7 +73,6 @@ def check_version(version: str) -> None:
     if not FIRST <= parse_version(version) <= LAST:
         first, last = (".".join(map(str, v)) for v in (FIRST, LAST))
         raise EngineUnavailableError(
-            f"this engine is tested with vLLM {first} to {last}, found {version}; pip install 'vllm{TESTED}' "
-            "in an environment of its own (docs/vllm.md), or set allow_untested_version: true and run "
-            "tests/integration/test_vllm_*.py"
+            f"this engine is tested with vLLM {first} to {last}, found {version}; {_install()}, "
+            "or set allow_untested_version: true and run tests/integration/test_vllm_*.py"
         )

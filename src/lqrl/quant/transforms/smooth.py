@@ -141,6 +141,7 @@ def activation_amax(model: PreTrainedModel, batches: Iterable[Tensor]) -> dict[s
         ValueError: without a batch, without the packed attention, or when a layer saw NaN or inf.
     """
     from lqrl.modeling.backbone import attention_shapes, hidden_states, pack  # which imports this package
+    from lqrl.modeling.mode import in_mode
 
     if not attention_shapes(model):
         raise ValueError(_PACKED)
@@ -152,14 +153,12 @@ def activation_amax(model: PreTrainedModel, batches: Iterable[Tensor]) -> dict[s
 
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     handles = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears]
-    training = model.training
-    model.eval()
     try:
-        for batch in batches:
-            batch = batch.to(model.device)
-            hidden_states(model, pack(batch, torch.ones_like(batch)))
+        with in_mode(model, training=False):
+            for batch in batches:
+                batch = batch.to(model.device)
+                hidden_states(model, pack(batch, torch.ones_like(batch)))
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     if not amax:
